@@ -188,7 +188,7 @@ def _arguments(sample: dict[str, Any]) -> list[list[str]]:
 def test_loglikelihoods_equal_lm_eval(results, specs, directory, name):
     scorer = Scorer.load(directory)
     items = read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl"))
-    ours = scorer.score(scorer.pairs([pair for item in items for pair in item.pairs]))
+    ours = scorer.score(scorer.encode_pairs([pair for item in items for pair in item.pairs]))
     for source in ("hf", "adapter"):
         answers = [each for sample in results[source]["samples"][name] for each in sample["filtered_resps"]]
         assert [score.loglikelihood for score in ours] == pytest.approx([each[0] for each in answers], abs=TOLERANCE)
@@ -284,8 +284,8 @@ def test_chat_template_equals_lm_eval(lm_eval, hf_lm, adapter):
     assert texts[0] == hf_lm.apply_chat_template(turns[:1])
     assert texts[1] == hf_lm.apply_chat_template(turns, add_generation_prompt=False)
     assert adapter.chat_template(chat_template=True) == hf_lm.chat_template(chat_template=True)
-    assert adapter.scorer.prompt(texts[0]) == hf_lm.tok_encode(texts[0])
-    assert adapter.scorer.prompt(texts[0]).count(adapter.scorer.bos_id) == 2
+    assert adapter.scorer.encode_prompt(texts[0]) == hf_lm.tok_encode(texts[0])
+    assert adapter.scorer.encode_prompt(texts[0]).count(adapter.scorer.bos_id) == 2
     ours = adapter.loglikelihood(instances(lm_eval, "loglikelihood", [(text, " to be") for text in texts]))
     expected = hf_lm.loglikelihood(instances(lm_eval, "loglikelihood", [(text, " to be") for text in texts]))
     assert [log for log, _ in ours] == pytest.approx([log for log, _ in expected], abs=TOLERANCE)

@@ -64,7 +64,7 @@ class BlockManager(ABC):
     def allocate(self, count: int, after: int = NULL_BLOCK) -> list[int]:
         """Allocate `count` blocks, after block `after` if possible; cached blocks are evicted only if none are free."""
         if count > self.available:
-            raise RequestError(f"expected {count} free blocks, got {self.available}: release some first")
+            raise RequestError(f"expected {count} free KV-cache blocks, got {self.available}: raise num_blocks")
         blocks = []
         for _ in range(count):
             after = self._take(after + 1)

@@ -1,4 +1,4 @@
-"""KV caches of whole models: `Cache`, and `DynamicCache` and `StaticCache`, which are built from a model config."""
+"""KV caches for all layers of a model: `Cache`, and `DynamicCache` and `StaticCache`, built from a model config."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class CacheLayerMixin(ABC):
         self.record_past = True
 
     def check_reorder(self, rows: int) -> None:
-        """Raise if a `gather` that leaves `rows` sequences is not possible."""
+        """Raise if a `reorder` to `rows` sequences is not possible."""
         if self.get_seq_length():
             raise CacheError(f"{self!r} does not support reordering (to {rows} sequences): use DynamicLayer")
 
@@ -208,19 +208,16 @@ class BufferedLayer(CacheLayerMixin):
         """Raise if `tokens` more cannot be appended."""
 
     def get_seq_length(self) -> int:
-        """Tokens appended so far, including those that a window has evicted."""
         return self._seen
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, including unused capacity."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def check_crop(self, length: int) -> None:
         """Never raises: all tokens are stored."""
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens, or remove the last `-length`; 0 removes none."""
         length = checked_int("length", length)
         self.check_crop(length)
         self._truncate(kept_length(self._seen, length))
@@ -230,7 +227,6 @@ class BufferedLayer(CacheLayerMixin):
         """Never raises: any selection of sequences is possible."""
 
     def reorder(self, index: Tensor) -> None:
-        """Make sequence i a copy of sequence `index[i]`."""
         if self._memory is None or self._spec is None:
             return
         self.check_reorder(index.numel())
@@ -245,7 +241,6 @@ class BufferedLayer(CacheLayerMixin):
         self._start = self._end = self._seen = 0
 
     def fork(self) -> Self:
-        """An independent copy."""
         other = copy.copy(self)
         if self._memory is not None:
             other._memory = self._memory.resize(self._memory.num_slots)

@@ -76,12 +76,10 @@ class BlockPool(BlockManager):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy block `source` of every layer to block `target`."""
         for tensor in self.tensors:
             tensor[target] = tensor[source]
 
     def clear(self, block: int) -> None:
-        """Fill a block of every layer with zeros."""
         for tensor in self.tensors:
             tensor[block] = 0
 
@@ -96,7 +94,7 @@ class BlockPool(BlockManager):
         keys, values = key_states.to(self.dtype), value_states.to(self.dtype)
         if self.codec is not None:
             (keys, key_scales), (values, value_scales) = self.codec.encode(keys), self.codec.encode(values)
-            write_blocks(layer[_scales_of("keys")], layer[_scales_of("values")], key_scales, value_scales, slots)
+            write_blocks(layer["key_scales"], layer["value_scales"], key_scales, value_scales, slots)
         write_blocks(layer["keys"], layer["values"], keys, values, slots)
 
     def view(self, layer_idx: int, tables: Tensor, lengths: Tensor) -> KVView:
@@ -107,30 +105,32 @@ class BlockPool(BlockManager):
             layer["values"],
             lengths=lengths,
             block_tables=tables,
-            key_scales=layer.get(_scales_of("keys")),
-            value_scales=layer.get(_scales_of("values")),
+            key_scales=layer.get("key_scales"),
+            value_scales=layer.get("value_scales"),
             codec=self.codec,
         )
 
-    def append_slice(self, key_states: Tensor, value_states: Tensor, first: int, start: int, layer_idx: int) -> KVView:
-        """Store one sequence's new keys and values (1, kv heads, tokens, head size) after the `start` tokens before.
+    def append_slice(
+        self, key_states: Tensor, value_states: Tensor, first_slot: int, num_stored: int, layer_idx: int
+    ) -> KVView:
+        """Store one sequence's new keys and values (1, kv heads, tokens, head size) after the `num_stored` before.
 
-        `first` is the slot of its first token; all its tokens are consecutive, so they are read without a gather.
+        `first_slot` is the slot of its first token; its slots are consecutive, so they are read without a gather.
         """
         slots, tokens = self._slots[layer_idx], key_states.size(2)
         visible: dict[str, Tensor] = {}
-        for name, states in (("keys", key_states), ("values", value_states)):
-            new = {name: states}
-            if self.codec is not None:
-                new[name], new[_scales_of(name)] = self.codec.encode(states.to(self.dtype))
-            for part, tensor in new.items():
-                visible[part] = slots[part].narrow(2, first, start + tokens)
-                visible[part].narrow(2, start, tokens).copy_(tensor)
+        new = {"keys": key_states, "values": value_states}
+        if self.codec is not None:
+            new["keys"], new["key_scales"] = self.codec.encode(key_states.to(self.dtype))
+            new["values"], new["value_scales"] = self.codec.encode(value_states.to(self.dtype))
+        for name, tensor in new.items():
+            visible[name] = slots[name].narrow(2, first_slot, num_stored + tokens)
+            visible[name].narrow(2, num_stored, tokens).copy_(tensor)
         return KVView(
             visible["keys"],
             visible["values"],
-            key_scales=visible.get(_scales_of("keys")),
-            value_scales=visible.get(_scales_of("values")),
+            key_scales=visible.get("key_scales"),
+            value_scales=visible.get("value_scales"),
             codec=self.codec,
         )
 
@@ -187,7 +187,7 @@ class ContiguousCache:
     """
 
     def __init__(self, pool: BlockPool, first_block: int, stored: int) -> None:
-        self._pool, self._first, self._stored = pool, first_block * pool.block_size, stored
+        self._pool, self._first_slot, self._stored = pool, first_block * pool.block_size, stored
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Positions of the new tokens (tokens,)."""
@@ -195,7 +195,7 @@ class ContiguousCache:
 
     def append(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> KVView:
         """Store the new tokens of a layer, (1, kv heads, tokens, head size)."""
-        return self._pool.append_slice(key_states, value_states, self._first, self._stored, layer_idx)
+        return self._pool.append_slice(key_states, value_states, self._first_slot, self._stored, layer_idx)
 
     def get_seq_length(self) -> int:
         """Tokens stored before this pass."""
@@ -209,14 +209,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
-def _scales_of(kind: str) -> str:
-    return f"{kind} scales"
-
-
 def _widths(head_dim: int, dtype: torch.dtype, codec: GroupCodec | None) -> dict[str, tuple[int, torch.dtype]]:
     """For each tensor of a layer: elements per token and head, and their dtype."""
     if codec is None:
         return {"keys": (head_dim, dtype), "values": (head_dim, dtype)}
     codes = codec.code_width(head_dim), codec.code_dtype
     scales = codec.scale_width(head_dim), codec.scale_dtype or dtype
-    return {"keys": codes, "values": codes, _scales_of("keys"): scales, _scales_of("values"): scales}
+    return {"keys": codes, "values": codes, "key_scales": scales, "value_scales": scales}

@@ -31,7 +31,6 @@ class SlidingLayer(BufferedLayer):
         """Maximum number of stored slots."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys the next `query_length` tokens will attend to, and the position of the first key."""
         before = self._num_visible()
         return before + query_length, self._seen - before
 
@@ -117,23 +116,19 @@ class SinkLayer(SlidingLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, including unused capacity."""
         return super().nbytes + (0 if self._sink_slots is None else self._sink_slots.nbytes)
 
     def view(self) -> KVView:
-        """All stored tokens."""
         self._first_positions = self._find_first_positions(self._end - self._start, self._seen)
         return super().view()
 
     def reorder(self, index: Tensor) -> None:
-        """Make sequence i a copy of sequence `index[i]`."""
         super().reorder(index)
         if self._sink_slots is not None:
             self._sink_slots = self._sink_slots.select_rows(index)
             self._has_sinks = [self._has_sinks[row] for row in index.tolist()]
 
     def reset(self) -> None:
-        """Remove all tokens; the next may have another dtype, device and shape."""
         super().reset()
         self._drop_sinks()
 

@@ -55,7 +55,6 @@ class StaticLayer(BufferedLayer):
         return self._view(self._buffer).dense(key_states.dtype)
 
     def append(self, key_states: Tensor, value_states: Tensor) -> KVView:
-        """Append tokens; returns what attention may read, valid until the next change."""
         if torch.compiler.is_compiling():
             return self._append_compiled(key_states, value_states)
         self._sync_host_length()
@@ -88,11 +87,9 @@ class StaticLayer(BufferedLayer):
         return self.max_cache_len, 0
 
     def get_max_length(self) -> int:
-        """Capacity in tokens."""
         return self.max_cache_len
 
     def check_capacity(self, tokens: int) -> None:
-        """Raise if `tokens` more do not fit."""
         if self._seen + tokens > self.max_cache_len:
             raise CacheError(
                 f"{self!r}: expected at most {self.max_cache_len - self._seen} more tokens ({self._seen} of "
@@ -108,7 +105,6 @@ class StaticLayer(BufferedLayer):
             )
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens, or remove the last `-length`; 0 removes none."""
         self._sync_host_length()
         super().crop(length)
         self._sync_device_length()
@@ -122,7 +118,6 @@ class StaticLayer(BufferedLayer):
         self._sync_device_length()
 
     def fork(self) -> Self:
-        """An independent copy."""
         self._sync_host_length()
         other = super().fork()
         if self._device_length is not None:

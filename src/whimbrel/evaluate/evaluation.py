@@ -50,7 +50,7 @@ def evaluate_tasks(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, TaskResult]:
-    """Evaluate tasks by name, with files in `data`; all files are read before the first task starts."""
+    """Evaluate tasks by name, with files in the directory `data`; all files are read before the first task starts."""
     if not tasks:
         raise ConfigError("expected at least one task, got none")
     resolved = {name: (find_task(name), find_file(find_task(name), data)) for name in tasks}
@@ -79,7 +79,7 @@ def evaluate_items(
 ) -> tuple[dict[str, Estimate], int]:
     """The metrics of a task on these items, and the number of truncated contexts."""
     progress, length = progress or NoProgress(), scorer.model.config.context_length
-    pairs = scorer.pairs([pair for item in items for pair in item.pairs])
+    pairs = scorer.encode_pairs([pair for item in items for pair in item.pairs])
     progress.start(sum(min(length, len(pair.context) + len(pair.continuation) - 1) for pair in pairs), "tokens")
     try:
         scores = iter(scorer.score(pairs, batch_size=batch_size, progress=progress))
@@ -127,10 +127,10 @@ def results_to_dict(
     }
 
 
-def write_results(path: str | os.PathLike[str], table: Mapping[str, Any]) -> None:
+def write_results(path: str | os.PathLike[str], results: Mapping[str, Any]) -> None:
     """Write results as JSON, atomically."""
     with atomic_file(Path(path), "w") as file:
-        file.write(json.dumps(table, indent=2) + "\n")
+        file.write(json.dumps(results, indent=2) + "\n")
 
 
 def _task_to_dict(result: TaskResult) -> dict[str, Any]:

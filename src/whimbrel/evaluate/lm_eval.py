@@ -50,9 +50,9 @@ class WhimbrelLM(LM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if dtype not in DTYPES:
-            raise ConfigError(f"expected dtype to be one of {', '.join(DTYPES)}, got {dtype}")
+            raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         if batch_size != "auto" and not str(batch_size).isdecimal():
-            raise ConfigError(f"expected batch_size to be a number or auto, got {batch_size}")
+            raise ConfigError(f"batch_size: expected a number or auto, got {batch_size!r}")
         if device == "cuda:0" and not torch.cuda.is_available():  # the default of lm-eval
             device = None
         self._device = choose_device(device)
@@ -64,12 +64,12 @@ class WhimbrelLM(LM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would generate it."""
-        pairs = self.scorer.pairs([request.args for request in requests])
+        pairs = self.scorer.encode_pairs([request.args for request in requests])
         return [(*score,) for score in self.scorer.score(pairs, batch_size=self._batch_size)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Log-likelihood of each complete text."""
-        pairs = self.scorer.rolling([request.args[0] for request in requests])
+        pairs = self.scorer.encode_documents([request.args[0] for request in requests])
         return [score.loglikelihood for score in self.scorer.score(pairs, batch_size=self._batch_size)]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -113,7 +113,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
             raise RequestError(f"unknown generation_kwargs: {', '.join(options)}")
         sampling = SamplingParams(temperature=(temperature or 1.0) if do_sample else 0.0, **sampling_options)
         max_prompt = max(1, self.scorer.model.config.context_length - count)
-        prompt = self.scorer.prompt(context)[-max_prompt:]
+        prompt = self.scorer.encode_prompt(context)[-max_prompt:]
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
         request = Request(prompt_ids=tuple(prompt), max_new_tokens=count, sampling=sampling, stop_ids=self._eos_ids)
         return request, stops

@@ -1,7 +1,7 @@
 """Log-likelihoods of continuations: `score` for token ids, `Scorer` for text.
 
 Every evaluation reduces to this: an answer given its question, a document given BOS. The inference engine runs the
-model, as for text generation; the head runs only at scored positions.
+model, as for text generation; the LM head runs only at scored positions.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Scorer:
         loaded = load(path, tokenizer=tokenizer, device=device, dtype=dtype, quantize=quantize)
         return cls(loaded.model, loaded.tokenizer, loaded.generation_config.bos_token_id, parse_special)
 
-    def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
+    def encode_pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
         """Tokenize (context, continuation) texts.
 
         Both are encoded as one text, because tokens may span the boundary, and split after the tokens of the context
@@ -195,14 +195,14 @@ class Scorer:
                 )
         return pairs
 
-    def prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """Tokenize a prompt, with the special tokens that the tokenizer adds; BOS if it is empty."""
         return self._drop_second_bos(
             encode_prompt(self.tokenizer, text, parse_special=self.parse_special, bos_id=self.bos_id).ids
         )
 
-    def rolling(self, texts: Sequence[str]) -> list[Pair]:
-        """Tokenize complete texts, each after BOS."""
+    def encode_documents(self, texts: Sequence[str]) -> list[Pair]:
+        """Tokenize documents, each with BOS as its context."""
         return [Pair([self.bos_id], ids) for ids in self._encode(texts, add_special_tokens=False)]
 
     def score(

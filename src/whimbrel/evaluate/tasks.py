@@ -26,7 +26,7 @@ __all__ = ["DATA_ENV_VAR", "TASKS", "Estimate", "Item", "Metric", "Task", "find_
 
 DATA_ENV_VAR = "WHIMBREL_EVAL_DATA"
 """Environment variable with the directory of the task files."""
-DEFAULT_FOLDER = Path("data", "eval")
+DEFAULT_DIRECTORY = Path("data", "eval")
 SUFFIXES = (".jsonl", ".jsonl.gz")
 Record = Mapping[str, Any]
 
@@ -78,14 +78,14 @@ def _argmax(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
-def _is_correct_by_length(item: Item, scores: Sequence[Score]) -> float:
+def _is_correct_per_character(item: Item, scores: Sequence[Score]) -> float:
     per_character = [each.loglikelihood / length for each, length in zip(scores, item.lengths, strict=True)]
     return float(_argmax(per_character) == item.gold)
 
 
 ACCURACY = Metric(lambda item, scores: float(_argmax([each.loglikelihood for each in scores]) == item.gold), _mean)
 """The most likely choice is correct."""
-NORMALIZED_ACCURACY = Metric(_is_correct_by_length, _mean)
+NORMALIZED_ACCURACY = Metric(_is_correct_per_character, _mean)
 """The choice with the highest log-likelihood per character is correct; does not favor short answers."""
 EXACT_MATCH = Metric(lambda item, scores: float(scores[item.gold].is_greedy), _mean)
 """Greedy decoding generates the correct answer."""
@@ -121,7 +121,7 @@ TEXT = FieldType("a valid Unicode string", _is_valid_string)
 TEXTS = FieldType("a list of strings", _is_string_list)
 SENTENCE = FieldType("a sentence with _ in place of a name", lambda value: _is_valid_string(value) and "_" in value)
 LABELED = FieldType("an object with 'text' and 'label', two lists of strings of equal length", _is_labeled)
-NUMBER = FieldType("an integer, counted from 0", lambda value: type(value) is int)
+NUMBER = FieldType("a 0-based integer index", lambda value: type(value) is int)
 NUMBER_OR_DIGITS = FieldType(NUMBER.description, lambda value: bool(re.fullmatch("[0-9]{1,9}", str(value))))
 ONE_OR_TWO = FieldType('"1" or "2"', lambda value: value in ("1", "2"))
 
@@ -151,8 +151,8 @@ class Task:
         )
         for field, field_type in record_format.fields.items():
             if field not in record:
-                expected = ", or ".join(" ".join(each.fields) for each in self.formats)
-                raise DataError(f"expected {expected}, got {', '.join(map(repr, record)) or 'nothing'}: no '{field}'")
+                expected = " or ".join(f"({', '.join(each.fields)})" for each in self.formats)
+                raise DataError(f"expected fields {expected}, got ({', '.join(record)}): '{field}' is missing")
             if not field_type.is_valid(record[field]):
                 raise DataError(f"expected {field_type.description} in '{field}', got {json.dumps(record[field]):.60}")
         item = record_format.read(record)
@@ -262,9 +262,9 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-def find_file(task: Task, folder: str | os.PathLike[str] | None = None) -> Path:
-    """The file of a task: in `folder`, else in the directory of WHIMBREL_EVAL_DATA, else in `data/eval`."""
-    directory = Path(folder or os.environ.get(DATA_ENV_VAR) or DEFAULT_FOLDER)
+def find_file(task: Task, data: str | os.PathLike[str] | None = None) -> Path:
+    """The file of a task: in the directory `data`, else in the directory of WHIMBREL_EVAL_DATA, else in `data/eval`."""
+    directory = Path(data or os.environ.get(DATA_ENV_VAR) or DEFAULT_DIRECTORY)
     names = [stem + suffix for stem in (task.file, task.name) for suffix in SUFFIXES]
     found = next((path for name in names if (path := directory / name).is_file()), None)
     if found is None:

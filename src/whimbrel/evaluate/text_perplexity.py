@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte of text by document, and the loss over sequences of equal length as in training."""
+"""Perplexity and bits per byte of documents, and the loss over sequences of equal length, as in training."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def perplexity(
 
     def documents() -> Iterator[tuple[Pair, int]]:
         for text in texts:
-            [pair] = scorer.rolling([text])
+            [pair] = scorer.encode_documents([text])
             yield pair, len(text.encode())
 
     return _score_documents(scorer, documents(), limit, batch_size, progress)
@@ -93,14 +93,14 @@ def perplexity(
 
 def shard_perplexity(
     scorer: Scorer,
-    folder: Path,
+    directory: Path,
     *,
     limit: int | None = None,
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> TextResult:
-    """`perplexity` of the documents in the validation shards of a folder; bytes are those of the decoded text."""
-    stream, eot_id = _open_shards(folder, scorer.tokenizer, scorer.model.config.vocab_size)
+    """`perplexity` of the documents in the validation shards of a directory; bytes are those of the decoded text."""
+    stream, eot_id = _open_shards(directory, scorer.tokenizer, scorer.model.config.vocab_size)
 
     def documents() -> Iterator[tuple[Pair, int]]:
         for ids in _split_documents(stream, eot_id):
@@ -221,22 +221,22 @@ def is_shard_directory(source: str) -> bool:
     return Path(source).is_dir() and any(Path(source).glob("*.bin"))
 
 
-def _read_shards(folder: Path, tokenizer: Tokenizer | None, vocab_size: int, max_tokens: int) -> _HeldOutTokens:
-    """The first `max_tokens` + 1 tokens of the validation shards of a folder."""
-    stream, eot_id = _open_shards(folder, tokenizer, vocab_size)
+def _read_shards(directory: Path, tokenizer: Tokenizer | None, vocab_size: int, max_tokens: int) -> _HeldOutTokens:
+    """The first `max_tokens` + 1 tokens of the validation shards of a directory."""
+    stream, eot_id = _open_shards(directory, tokenizer, vocab_size)
     ids = np.empty(min(max_tokens + 1, len(stream)), dtype=stream.dtype)
     stream.copy(0, ids)
-    return _HeldOutTokens(ids, eot_id, folder.name)
+    return _HeldOutTokens(ids, eot_id, directory.name)
 
 
-def _open_shards(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[TokenStream, int]:
-    """The validation shards of a folder and their end-of-text token; raises if another tokenizer prepared them."""
-    manifest = read_manifest(folder)
+def _open_shards(directory: Path, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[TokenStream, int]:
+    """The validation shards of a directory and their end-of-text token; raises if another tokenizer prepared them."""
+    manifest = read_manifest(directory)
     if manifest and tokenizer and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"{folder} was prepared with a different tokenizer: pass shards of the model's tokenizer, or text"
+            f"{directory} was prepared with a different tokenizer: pass shards of the model's tokenizer, or text"
         )
-    return open_stream(folder, "val", vocab_size, tokenizer.eot_id if tokenizer and not manifest else None)
+    return open_stream(directory, "val", vocab_size, tokenizer.eot_id if tokenizer and not manifest else None)
 
 
 def _read_text(source: str, tokenizer: Tokenizer | None, max_tokens: int) -> _HeldOutTokens:

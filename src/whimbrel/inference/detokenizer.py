@@ -36,20 +36,20 @@ class Detokenizer:
     `tokenizers.decoders.DecodeStream` fails on invalid UTF-8 from byte tokens, which models do generate.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), *, keep_special: bool = False) -> None:
-        """Continue after the tokens `before`. Special tokens are skipped unless `keep_special`."""
+    def __init__(self, tokenizer: Tokenizer, prefix_ids: Sequence[int] = (), *, keep_special: bool = False) -> None:
+        """Continue after the tokens `prefix_ids`. Special tokens are skipped unless `keep_special`."""
         added = {} if keep_special else tokenizer.pipeline.get_added_tokens_decoder()
-        self._skipped = {token for token, content in added.items() if content.special}
+        self._skipped = {token for token, added_token in added.items() if added_token.special}
         self._pipeline, self._keep_special = tokenizer.pipeline, keep_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._last: list[int] = []  # the previous token with text
         self._token_bytes: dict[tuple[int, ...], bytes] = {}  # by previous token and token
         # A character has at most MAX_UTF8_BYTES tokens.
-        text_tokens = (token for token in reversed(before) if self._has_text(token))
+        text_tokens = (token for token in reversed(prefix_ids) if self._has_text(token))
         for token in reversed([*itertools.islice(text_tokens, MAX_UTF8_BYTES)]):
             self._utf8.decode(self.token_bytes(token))
             self._last = [token]
-        self._started_before = self._is_incomplete
+        self._starts_mid_character = self._is_incomplete
         self._length = 0
         self.span = (0, 0)
         """Start and end of the last token's text; an incomplete character counts as one."""
@@ -65,8 +65,8 @@ class Detokenizer:
         text = self._utf8.decode(new_bytes[:1])
         num_invalid = len(text) - (not self._is_incomplete)  # 1 if the byte does not continue the incomplete character
         text += self._utf8.decode(new_bytes[1:])
-        if self._started_before:
-            text, num_invalid, self._started_before = text[num_invalid:], 0, False
+        if self._starts_mid_character:
+            text, num_invalid, self._starts_mid_character = text[num_invalid:], 0, False
         start = self._length + num_invalid
         self._length += len(text)
         self.span = (start, self._length + self._is_incomplete)

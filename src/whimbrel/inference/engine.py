@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, RequestError
+from whimbrel.cache.buffer import KV_CODECS
 from whimbrel.cache.paged import BlockPool
 from whimbrel.inference.model_runner import Chunk, DecodeGraphs, ModelRunner
 from whimbrel.inference.sampling import log_probabilities, sample
@@ -55,6 +56,9 @@ class EngineConfig:
         for name in ("block_size", "max_batch", "prefill_chunk", "multi_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.kv_cache_dtype not in KV_CODECS:
+            expected = ", ".join(KV_CODECS)
+            raise ConfigError(f"kv_cache_dtype: expected one of {expected}, got {self.kv_cache_dtype!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +175,10 @@ class Engine:
 
     def _propose(self) -> None:
         """Get draft tokens for sequences with speculative decoding, before blocks are reserved for them."""
-        # Not for everyone who waits: a draft model allocates a KV cache at the first proposal of a sequence.
-        next_up = islice(self._scheduler.waiting, self.config.max_batch)
-        for seq in (*self._scheduler.running, *next_up):
-            if seq.draft is None or seq.proposal is not None or seq.pending > self.config.prefill_chunk:
+        # Not for all waiting sequences: a draft model allocates a KV cache at the first proposal of each.
+        admissible = islice(self._scheduler.waiting, self.config.max_batch)
+        for seq in (*self._scheduler.running, *admissible):
+            if seq.draft is None or seq.proposal is not None or seq.num_pending > self.config.prefill_chunk:
                 continue
             # All proposed tokens may be accepted, and the model adds one more: they must fit.
             limit = min(
@@ -198,14 +202,14 @@ class Engine:
             start, unscored = seq.block_table.num_tokens, seq.unscored
             scored = range(max(start, unscored.start), min(start + tokens, unscored.stop))
             num_scored.append(len(scored))
-            is_last = tokens == seq.pending + seq.num_proposed
-            last = range(seq.pending - 1, tokens) if is_last else range(0)
+            is_last = tokens == seq.num_pending + seq.num_proposed
+            last = range(seq.num_pending - 1, tokens) if is_last else range(0)
             offsets.append([*(position - start for position in scored), *last])
         chunks = [Chunk(seq.block_table, seq.next_tokens(n)) for seq, n in zip(sequences, counts, strict=True)]
         chunk_logits = self.runner.prefill(chunks, offsets)
-        _score_prompts(sequences, [logits_KV[:n] for logits_KV, n in zip(chunk_logits, num_scored, strict=True)])
-        for seq, tokens, scored_count, logits_KV in zip(sequences, counts, num_scored, chunk_logits, strict=True):
-            last_logits = logits_KV[scored_count:]
+        _score_prompts(sequences, [logits_TV[:n] for logits_TV, n in zip(chunk_logits, num_scored, strict=True)])
+        for seq, tokens, scored_count, logits_TV in zip(sequences, counts, num_scored, chunk_logits, strict=True):
+            last_logits = logits_TV[scored_count:]
             if seq.proposal is not None:
                 events += self._verify(seq, last_logits)
                 continue
@@ -214,22 +218,22 @@ class Engine:
                 ready.append(seq)
                 logits.append(last_logits)
 
-    def _verify(self, seq: Sequence, logits_KV: Tensor) -> list[Event]:
+    def _verify(self, seq: Sequence, logits_TV: Tensor) -> list[Event]:
         """Accept or reject the draft tokens of a sequence; the next step overwrites rejected ones in the cache."""
         assert seq.proposal is not None
         events = self._prompt_event(seq)
         proposal, seq.proposal = seq.proposal, None
-        if not logits_KV.amax(-1).isfinite().all():
+        if not logits_TV.amax(-1).isfinite().all():
             return [*events, self._finish(seq, "error")]
-        tokens = verify(logits_KV, proposal, seq.history, seq.request.sampling, seq.rng)
+        tokens = verify(logits_TV, proposal, seq.history, seq.request.sampling, seq.rng)
         scores = [Logprob(None)] * len(tokens)
         if seq.request.logprobs is not None:
-            sampled = torch.tensor(tokens, device=logits_KV.device)
-            results = log_probabilities(logits_KV[: len(tokens)], sampled, seq.request.logprobs)
+            sampled = torch.tensor(tokens, device=logits_TV.device)
+            results = log_probabilities(logits_TV[: len(tokens)], sampled, seq.request.logprobs)
             scores = [Logprob(logprob, tuple(top)) for logprob, top in results]
         for index, (token, score) in enumerate(zip(tokens, scores, strict=True)):
             if index == len(tokens) - 1:  # everything before the last token is stored
-                seq.advance(seq.pending, cache=self.config.prefix_cache)
+                seq.advance(seq.num_pending, cache=self.config.prefix_cache)
             self._new_tokens += 1
             events.append(self._append(seq, token, score))
             if events[-1].finish_reason is not None:
@@ -259,9 +263,9 @@ class Engine:
         """Sample a token for each sequence without pending tokens; finish those that are complete."""
         events: list[Event] = []
         sequences: list[Sequence] = []
-        rows: list[int] = []
-        highest, argmax = logits.max(-1)
-        finite = [math.isfinite(value) for value in highest.tolist()]
+        rows: list[int] = []  # of `logits`, for each of `sequences`
+        max_logits, tokens_B = logits.max(-1)
+        finite = [math.isfinite(value) for value in max_logits.tolist()]
         for index, seq in enumerate(ready):
             events += self._prompt_event(seq)
             for each in self._split(seq):
@@ -275,14 +279,14 @@ class Engine:
         if not sequences:
             return events
         if rows != list(range(len(ready))):
-            picked = torch.tensor(rows, device=logits.device)
-            logits, argmax = logits[picked], argmax[picked]
+            index_B = torch.tensor(rows, device=logits.device)
+            logits, tokens_B = logits[index_B], tokens_B[index_B]
         params = [seq.request.sampling for seq in sequences]
         if not all(each.is_argmax for each in params):
             keys = [0 if seq.request.sampling.greedy else seq.rng.key() for seq in sequences]
-            argmax = sample(logits, params, keys, [seq.history for seq in sequences], check=False)
-        scores = _score(sequences, logits, argmax)
-        tokens = argmax.tolist()
+            tokens_B = sample(logits, params, keys, [seq.history for seq in sequences], check=False)
+        scores = _score(sequences, logits, tokens_B)
+        tokens = tokens_B.tolist()
         self._new_tokens += len(tokens)
         events += [self._append(*each) for each in zip(sequences, tokens, scores, strict=True)]
         return events
@@ -348,29 +352,29 @@ class Engine:
 def _score(sequences: abc.Sequence[Sequence], logits: Tensor, tokens: Tensor) -> list[Logprob]:
     """Log-probabilities of the new tokens where they were requested."""
     scores = [Logprob(None)] * len(sequences)
-    requested = {index: seq.request.logprobs for index, seq in enumerate(sequences) if seq.request.logprobs is not None}
+    requested = {row: seq.request.logprobs for row, seq in enumerate(sequences) if seq.request.logprobs is not None}
     if requested:
-        picked = torch.tensor(list(requested), device=logits.device)
-        results = log_probabilities(logits[picked], tokens[picked], max(requested.values()))
-        for (index, num_top), (logprob, top) in zip(requested.items(), results, strict=True):
-            scores[index] = Logprob(logprob, tuple(top[:num_top]))
+        index = torch.tensor(list(requested), device=logits.device)
+        results = log_probabilities(logits[index], tokens[index], max(requested.values()))
+        for (row, num_top), (logprob, top) in zip(requested.items(), results, strict=True):
+            scores[row] = Logprob(logprob, tuple(top[:num_top]))
     return scores
 
 
 def _score_prompts(sequences: abc.Sequence[Sequence], logits: abc.Sequence[Tensor]) -> None:
     """Add log-probabilities of the next prompt tokens to their sequences, with one synchronization for all of them."""
-    scored = [(seq, logits_KV) for seq, logits_KV in zip(sequences, logits, strict=True) if len(logits_KV)]
+    scored = [(seq, logits_TV) for seq, logits_TV in zip(sequences, logits, strict=True) if len(logits_TV)]
     if not scored:
         return
     targets: list[int] = []
-    for seq, logits_KV in scored:
-        targets += seq.request.prompt_ids[len(seq.logprobs) : len(seq.logprobs) + len(logits_KV)]
-    joined = scored[0][1] if len(scored) == 1 else torch.cat([logits_KV for _, logits_KV in scored])
+    for seq, logits_TV in scored:
+        targets += seq.request.prompt_ids[len(seq.logprobs) : len(seq.logprobs) + len(logits_TV)]
+    joined = scored[0][1] if len(scored) == 1 else torch.cat([logits_TV for _, logits_TV in scored])
     max_top = max(seq.request.prompt_logprobs or 0 for seq, _ in scored)
     results = iter(log_probabilities(joined, torch.tensor(targets, device=joined.device), max_top))
-    for seq, logits_KV in scored:
+    for seq, logits_TV in scored:
         num_top = seq.request.prompt_logprobs
-        seq.logprobs += [Logprob(logprob, tuple(top[:num_top])) for logprob, top in islice(results, len(logits_KV))]
+        seq.logprobs += [Logprob(logprob, tuple(top[:num_top])) for logprob, top in islice(results, len(logits_TV))]
 
 
 def _build_pool(model: GPT, config: EngineConfig) -> BlockPool:
@@ -384,9 +388,7 @@ def _build_pool(model: GPT, config: EngineConfig) -> BlockPool:
         num_blocks = max(2, min(full_context_blocks, int(memory * MEMORY_FRACTION.get(device.type, 0.25)) // nbytes))
     elif num_blocks * nbytes > memory:
         raise ConfigError(f"num_blocks: expected at most {memory // nbytes} (the memory of {device}), got {num_blocks}")
-    return BlockPool(
-        model.config, num_blocks, config.block_size, dtype=dtype, device=device, codec=config.kv_cache_dtype
-    )
+    return BlockPool(model.config, num_blocks, config.block_size, dtype=dtype, device=device, codec=codec)
 
 
 def _available_memory(device: torch.device) -> int:

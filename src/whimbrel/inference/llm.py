@@ -1,4 +1,4 @@
-"""`LLM`, the front end of the engine; `generate` for a single prompt of token ids; prompts as token ids."""
+"""`LLM`, the front end of the engine; `generate` for a single prompt of token ids; `encode_prompt` for text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LLM:
         *,
         device: str | torch.device | None = None,
         quantize: str | None = None,
-        **engine: Any,
+        **engine_options: Any,
     ) -> None:
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
@@ -104,8 +104,8 @@ class LLM:
         if self.tokenizer is None and tokenizer is not None:
             self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
             self.eos_ids = frozenset({self.tokenizer.eot_id})
-        self.engine = Engine(model, EngineConfig(**engine))
-        self._inboxes: dict[int, deque[Event]] = {}  # request id -> events not yet consumed
+        self.engine = Engine(model, EngineConfig(**engine_options))
+        self._event_queues: dict[int, deque[Event]] = {}  # request id -> events not yet consumed
 
     @property
     def model(self) -> GPT:
@@ -283,17 +283,17 @@ class LLM:
         if not requests:
             raise RequestError("prompts: expected at least one, got none")
         indices: dict[int, int] = {}
-        inbox: deque[Event] = deque()
+        queue: deque[Event] = deque()
         try:
             for index, request in enumerate(requests):
                 request_id = self.engine.add_request(request)
-                indices[request_id], self._inboxes[request_id] = index, inbox
+                indices[request_id], self._event_queues[request_id] = index, queue
             unfinished = sum(request.n for request in requests)
             while unfinished:
-                while not inbox:
+                while not queue:
                     for event in self.engine.step():
-                        self._inboxes[event.request_id].append(event)
-                event = inbox.popleft()
+                        self._event_queues[event.request_id].append(event)
+                event = queue.popleft()
                 if event.finish_reason == "error":
                     raise non_finite_error()
                 unfinished -= event.finish_reason is not None
@@ -301,17 +301,17 @@ class LLM:
         finally:
             for request_id in indices:
                 self.engine.abort(request_id)
-                del self._inboxes[request_id]
+                del self._event_queues[request_id]
 
     def _finish(self, event: Event) -> None:
         """Finish a sample whose text reached a stop string; the engine only knows stop tokens."""
         if event.finish_reason is None:
-            inbox = self._inboxes[event.request_id]
-            dropped = [each for each in inbox if (each.request_id, each.sample) == (event.request_id, event.sample)]
+            queue = self._event_queues[event.request_id]
+            dropped = [each for each in queue if (each.request_id, each.sample) == (event.request_id, event.sample)]
             for each in dropped:
-                inbox.remove(each)
+                queue.remove(each)
             self.engine.abort(event.request_id, event.sample)
-            inbox.append(Event(event.request_id, event.sample, finish_reason="stop"))
+            queue.append(Event(event.request_id, event.sample, finish_reason="stop"))
 
     def _tokens(self, request: Request) -> Iterator[int]:
         for _, event in self._run([request]):

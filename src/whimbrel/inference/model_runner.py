@@ -44,16 +44,16 @@ class ModelRunner:
 
     def __init__(self, model: GPT, pool: BlockPool, graphs: DecodeGraphs | None = None) -> None:
         self._model, self._pool, self._graphs = model, pool, graphs
-        self._is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        self._has_compiled_layers = any(module._compiled_call_impl is not None for module in model.modules())
 
     @torch.inference_mode()
     def decode(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Process one token of each sequence; the logits (sequences, vocabulary) of the next."""
+        """Process one token of each sequence; the logits (sequences, vocabulary) of the next token."""
         if self._graphs is not None:
             tokens, batch = self._batch(chunks, self._graphs.padded_size(len(chunks)))
             return self._graphs(tokens, batch)[: len(chunks)]
         tokens, cache = self._inputs(chunks)
-        with _run_eagerly() if self._is_compiled else nullcontext():
+        with _run_eagerly() if self._has_compiled_layers else nullcontext():
             logits: Tensor = self._model(tokens, cache=cache).logits
         return logits[:, -1]
 
@@ -69,7 +69,7 @@ class ModelRunner:
     def prefill(self, chunks: Sequence[Chunk], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
         """Process several tokens of each sequence; the logits (offsets, vocabulary) after the tokens at `offsets`."""
         tokens, cache = self._inputs(chunks)
-        with _run_eagerly() if self._is_compiled else nullcontext():
+        with _run_eagerly() if self._has_compiled_layers else nullcontext():
             hidden = self._model.hidden_states(tokens, cache=cache)
         width = tokens.size(1)
         flat_indices = [index * width + offset for index, each in enumerate(offsets) for offset in each]
@@ -87,22 +87,22 @@ class ModelRunner:
     def _batch(self, chunks: Sequence[Chunk], batch_size: int) -> tuple[Tensor, PagedBatch]:
         """Tokens (batch_size, longest chunk) and their cache; one transfer to the device."""
         width = max(len(chunk.tokens) for chunk in chunks)
-        blocks = max(len(chunk.table.blocks) for chunk in chunks)
-        ints = np.zeros(batch_size * (width + blocks + 2), dtype=np.int32)
-        sizes = [batch_size * width, batch_size * blocks, batch_size, batch_size]
+        num_blocks = max(len(chunk.table.blocks) for chunk in chunks)
+        ints = np.zeros(batch_size * (width + num_blocks + 2), dtype=np.int32)
+        sizes = [batch_size * width, batch_size * num_blocks, batch_size, batch_size]
         tokens, tables, starts, counts = np.split(ints, np.cumsum(sizes)[:-1])
-        tokens, tables = tokens.reshape(batch_size, width), tables.reshape(batch_size, blocks)
+        tokens, tables = tokens.reshape(batch_size, width), tables.reshape(batch_size, num_blocks)
         for index, (table, new) in enumerate(chunks):
             starts[index], counts[index] = table.num_tokens, len(new)
             tokens[index, : len(new)] = new
-            sequence_blocks = table.blocks
-            tables[index, : len(sequence_blocks)] = sequence_blocks
-            tables[index, len(sequence_blocks) :] = sequence_blocks[
-                -1
-            ]  # masked, but read: a block of the same sequence is finite
+            blocks = table.blocks
+            tables[index, : len(blocks)] = blocks
+            # Attention masks these but reads them, so they must be finite: repeat a block of the same sequence.
+            tables[index, len(blocks) :] = blocks[-1]
         stored = int((starts + counts).max()) - width
         on_device = torch.from_numpy(ints).to(self._pool.device, non_blocking=True).split(sizes)
-        batch = PagedBatch(self._pool, on_device[1].view(batch_size, blocks), on_device[2], on_device[3], stored=stored)
+        tables_on_device = on_device[1].view(batch_size, num_blocks)
+        batch = PagedBatch(self._pool, tables_on_device, on_device[2], on_device[3], stored=stored)
         return on_device[0].view(batch_size, width), batch
 
 
@@ -151,13 +151,13 @@ class DecodeGraphs:
             options: dict[str, Any] = {"size_asserts": False, "cpp_wrapper": pool.device.type == "cpu"}
             self._step = torch.compile(self._decode, fullgraph=True, dynamic=False, options=options)
         self._recorded: dict[tuple[int, int], RecordedStep] = {}
-        self._graph_memory: Any = None
+        self._graph_pool: Any = None
 
-    def padded_size(self, rows: int) -> int:
+    def padded_size(self, num_sequences: int) -> int:
         """The smallest recorded batch size for this many sequences."""
-        return next(size for size in self._sizes if size >= rows)
+        return next(size for size in self._sizes if size >= num_sequences)
 
-    def width(self, blocks: int) -> int:
+    def table_width(self, blocks: int) -> int:
         """The block-table width for a batch whose longest sequence has `blocks`.
 
         On a GPU each width is a graph, so widths are powers of two; but the kernel for unquantized caches stops at the
@@ -177,19 +177,19 @@ class DecodeGraphs:
         On a CPU, the step is compiled for batch size 1 and for larger batches; on a GPU, one graph per batch size.
         """
         sizes = self._sizes if self._pool.device.type == "cuda" else self._sizes[:2]
-        for rows in sizes:
-            for _ in self._replays(self._get_step(rows, 1), 1):
+        for batch_size in sizes:
+            for _ in self._replays(self._get_step(batch_size, 1), 1):
                 pass
 
     def __call__(self, tokens_B1: Tensor, batch: PagedBatch) -> Tensor:
-        """The logits (rows, vocabulary) of the next token of each row."""
+        """The logits (batch, vocabulary) of the next token of each sequence."""
         recorded = self._get_step(len(tokens_B1), batch.tables.size(1))
         recorded.fill(tokens_B1, batch)
         [(logits_BV, _)] = self._replays(recorded, 1)
         return logits_BV
 
     def decode_steps(self, tokens_B1: Tensor, batch: PagedBatch, steps: int) -> Tensor:
-        """Greedy tokens (rows, steps); each step reads the token of the one before."""
+        """Greedy tokens (batch, steps); each step reads the token of the one before."""
         recorded = self._get_step(len(tokens_B1), batch.tables.size(1))
         recorded.fill(tokens_B1, batch)
         sampled_BS = tokens_B1.new_empty((len(tokens_B1), steps))
@@ -216,8 +216,8 @@ class DecodeGraphs:
             for _ in range(count):
                 yield recorded.replay()
 
-    def _get_step(self, rows: int, blocks: int) -> RecordedStep:
-        key = rows, self.width(blocks)
+    def _get_step(self, batch_size: int, blocks: int) -> RecordedStep:
+        key = batch_size, self.table_width(blocks)
         if key not in self._recorded:
             with _unlimited_compilations() if self._compiled else nullcontext():
                 self._recorded[key] = self._record(*key)
@@ -226,16 +226,16 @@ class DecodeGraphs:
     def _decode(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         batch = PagedBatch(self._pool, tables, starts, counts)
         logits: Tensor = self._model(tokens, cache=batch).logits[:, -1]
-        highest, argmax = logits.max(-1)
+        max_logits, argmax = logits.max(-1)
         tokens.copy_(argmax[:, None])
         starts.add_(counts)
-        return logits, torch.where(highest.isfinite(), argmax, -1)
+        return logits, torch.where(max_logits.isfinite(), argmax, -1)
 
-    def _record(self, rows: int, width: int) -> RecordedStep:
+    def _record(self, batch_size: int, width: int) -> RecordedStep:
         device = self._pool.device
-        tokens, tables = (torch.zeros(rows, columns, dtype=torch.int32, device=device) for columns in (1, width))
-        starts, counts = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
-        inputs = tokens, tables, starts, counts  # rows of padding: they write to block 0
+        tokens, tables = (torch.zeros(batch_size, size, dtype=torch.int32, device=device) for size in (1, width))
+        starts, counts = (torch.zeros(batch_size, dtype=torch.int32, device=device) for _ in range(2))
+        inputs = tokens, tables, starts, counts  # all zeros is padding, which is written to block 0
         if self._compiled:
             self._mark_dynamic(*inputs)
         if device.type != "cuda":
@@ -247,9 +247,9 @@ class DecodeGraphs:
                 self._step(*inputs)
         torch.cuda.current_stream(device).wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory):
+        with torch.cuda.graph(graph, pool=self._graph_pool):
             outputs = self._step(*inputs)
-        self._graph_memory = self._graph_memory or graph.pool()
+        self._graph_pool = self._graph_pool or graph.pool()
 
         def replay() -> tuple[Tensor, Tensor]:
             graph.replay()
@@ -262,19 +262,19 @@ class DecodeGraphs:
         if self._pool.device.type == "cpu" and len(tokens) > 1:
             for tensor in (tokens, tables, starts, counts):
                 torch._dynamo.mark_dynamic(tensor, 0)
-        if self.width(1) < self._max_blocks:
+        if self.table_width(1) < self._max_blocks:
             torch._dynamo.mark_dynamic(tables, 1)
 
 
 def prefill(model: GPT, ids_BT: Tensor, cache: KVCache) -> Tensor:
-    """Process tokens with any KV cache, eagerly; the logits (B, V) of the next token of each row."""
+    """Process tokens with any KV cache, eagerly; the logits (B, V) of the next token of each sequence."""
     with torch.inference_mode(), _run_eagerly():
         ids_BT = ids_BT.to(model.lm_head.weight.device)
         return cast(Tensor, model(ids_BT, cache=cache, logits_to_keep=1).logits)[:, -1]
 
 
 def decode_one(model: GPT, tokens_B: Tensor, cache: KVCache) -> Tensor:
-    """Process one more token per row with any KV cache, eagerly; the logits (B, V) of the next."""
+    """Process one more token per sequence with any KV cache, eagerly; the logits (B, V) of the next token."""
     return prefill(model, tokens_B[:, None], cache)
 
 

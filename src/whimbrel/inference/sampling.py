@@ -32,11 +32,14 @@ __all__ = [
     "sample",
 ]
 
-FIXED_POINT = 2**40
-"""Probabilities are added up as integers, in units of 1 / FIXED_POINT."""
+FIXED_POINT_SCALE = 2**40
+"""Probabilities are added up as integers, in units of 1 / FIXED_POINT_SCALE."""
 
-GOLDEN, *MIX = (0x9E3779B97F4A7C15 - 2**64, (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
-"""Constants of splitmix64 (Steele, Lea, Flood, 2014), as signed integers: counter increment; shifts and factors."""
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+"""Counter increment of splitmix64 (Steele, Lea, Flood, 2014)."""
+
+SPLITMIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+"""Shift and factor of each mixing round of splitmix64, as signed 64-bit integers."""
 
 TOP_P_CANDIDATES = 1024
 """Tokens among which the `top_p` nucleus is searched first: sorting a large vocabulary can be slower than the model."""
@@ -123,7 +126,7 @@ class SampleRNG:
         if seed is None:
             self._generator.seed()
         else:  # so that sample 1 of a seed is not sample 0 of the next seed
-            self._generator.manual_seed((seed + sample * 0x9E3779B97F4A7C15) % 2**63)
+            self._generator.manual_seed((seed + sample * GOLDEN_GAMMA) % 2**63)
 
     def key(self) -> int:
         """The next key for `sample` or `gumbel_max`, in [0, 2**63 - 1)."""
@@ -186,8 +189,8 @@ def _exponential_noise(keys: Sequence[int], like_BV: Tensor) -> Tensor:
     Accurate to fp32 however small, and never 0 or infinite.
     """
     counts_V = torch.arange(1, like_BV.size(1) + 1, device=like_BV.device)
-    mixed_BV = torch.tensor(keys, device=like_BV.device)[:, None] + counts_V.mul_(GOLDEN)
-    for shift, factor in MIX:
+    mixed_BV = torch.tensor(keys, device=like_BV.device)[:, None] + counts_V.mul_(GOLDEN_GAMMA - 2**64)
+    for shift, factor in SPLITMIX_ROUNDS:
         mixed_BV.bitwise_xor_(_logical_shift(mixed_BV, shift)).mul_(factor)
     uniform_BV = _logical_shift(mixed_BV, 11).float().add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-24)
     return uniform_BV.neg_().log1p_().neg_()
@@ -300,8 +303,8 @@ def _keep_top_k(scaled_RV: Tensor, counts: Sequence[int]) -> Tensor:
 
 def _keep_top_p(scaled_RV: Tensor, probabilities_RV: Tensor, masses: Sequence[float]) -> Tensor:
     """-inf for all but the fewest most likely tokens of each row whose probabilities sum to at least `masses`."""
-    units_RV, vocab_size = (probabilities_RV * FIXED_POINT).long(), scaled_RV.size(1)
-    masses_R1 = torch.tensor([math.ceil(mass * FIXED_POINT) for mass in masses], device=scaled_RV.device)[:, None]
+    units_RV, vocab_size = (probabilities_RV * FIXED_POINT_SCALE).long(), scaled_RV.size(1)
+    masses_R1 = torch.tensor([math.ceil(mass * FIXED_POINT_SCALE) for mass in masses], device=scaled_RV.device)[:, None]
     width = min(TOP_P_CANDIDATES, vocab_size)
     while True:
         largest_RK, ids_RK = scaled_RV.topk(width)

@@ -1,4 +1,4 @@
-"""Chooses the sequences of the next step: first come, first served, limited by free blocks and the token budget."""
+"""Choosing the sequences of the next step: first come, first served, limited by free blocks and the token budget."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Plan:
 
     def prefill_counts(self) -> list[int]:
         """Number of tokens of each of `prefills`, draft tokens included."""
-        return [min(seq.pending + seq.num_proposed, self.prefill_width) for seq in self.prefills]
+        return [min(seq.num_pending + seq.num_proposed, self.prefill_width) for seq in self.prefills]
 
 
 class Scheduler:
@@ -69,11 +69,11 @@ class Scheduler:
         self._reserve_running()
         plan = Plan()
         for seq in self.running:
-            self._place(seq, plan)
+            self._add_to_plan(seq, plan)
         while self.waiting and self._has_budget(plan) and self._admit(self.waiting[0]):
             seq = self.waiting.popleft()
             self.running.append(seq)
-            self._place(seq, plan)
+            self._add_to_plan(seq, plan)
         if (
             self._max_steps > 1
             and plan.decodes
@@ -93,10 +93,10 @@ class Scheduler:
 
     def _reserve_running(self) -> None:
         """Reserve blocks for all pending tokens, in order of arrival; preempt the latest sequences if needed."""
-        done = 0
-        while done < len(self.running):
-            seq = self.running[done]
-            tokens = seq.pending + seq.num_proposed
+        num_reserved = 0
+        while num_reserved < len(self.running):
+            seq = self.running[num_reserved]
+            tokens = seq.num_pending + seq.num_proposed
             needed = seq.block_table.blocks_needed(tokens)
             if needed > self._manager.available:
                 latest = self.running.pop()
@@ -106,7 +106,7 @@ class Scheduler:
                 continue  # with the same sequence, unless it was the one preempted
             if needed:
                 seq.block_table.reserve(tokens)
-            done += 1
+            num_reserved += 1
 
     def _admit(self, seq: Sequence) -> bool:
         """Reserve blocks for a waiting sequence, plus one per running sequence (else it would soon be preempted)."""
@@ -117,7 +117,7 @@ class Scheduler:
             # At least the last token is processed, for its logits; so are positions that are still to be scored.
             limit = min([len(seq.tokens) - seq.start - 1, *seq.unscored[:1]])
             table.match_prefix(seq.tokens[seq.start :] if seq.start else seq.tokens, limit)
-        tokens = seq.pending + seq.num_proposed
+        tokens = seq.num_pending + seq.num_proposed
         if table.blocks_needed(tokens) + len(self.running) > self._manager.available:
             table.release()
             return False
@@ -129,13 +129,13 @@ class Scheduler:
         """Whether one more sequence can prefill: sequences are padded to the widest, and padding counts as tokens."""
         return max(plan.prefill_width, 1) * (len(plan.prefills) + 1) <= self._chunk
 
-    def _place(self, seq: Sequence, plan: Plan) -> None:
-        tokens = seq.pending + seq.num_proposed
+    def _add_to_plan(self, seq: Sequence, plan: Plan) -> None:
+        tokens = seq.num_pending + seq.num_proposed
         if seq.num_proposed and not (
             self._has_budget(plan) and max(tokens, plan.prefill_width) * (len(plan.prefills) + 1) <= self._chunk
         ):
             seq.proposal = None  # draft tokens are verified in one pass or not at all
-            tokens = seq.pending
+            tokens = seq.num_pending
         if tokens == 1 and not seq.unscored:
             plan.decodes.append(seq)
         elif self._has_budget(plan):

@@ -35,12 +35,10 @@ class Request:
     """A prompt and how to continue it."""
 
     prompt_ids: tuple[int, ...]
-    """Token ids of the prompt."""
     max_new_tokens: int
     """Maximum number of new tokens; the context length limits it too. With 0 the prompt is only scored; its last token
     is then never fed to the model, so it may be one token longer than the context."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How each token is sampled."""
     seed: int | None = None
     """Random seed; None for a different one each time."""
     n: int = 1
@@ -155,7 +153,7 @@ class Sequence:
         return [self, *(self._fork(sample) for sample in others)]
 
     def remove_sample(self, sample: int) -> None:
-        """Drop one of several samples."""
+        """Drop one of several samples, before any token is sampled; the RNG becomes that of the first one left."""
         self.samples.remove(sample)
         self.rng = SampleRNG(self.request.seed, self.sample)
 
@@ -195,7 +193,6 @@ class Sequence:
 
     @property
     def sample(self) -> int:
-        """The first of `samples`."""
         return self.samples[0]
 
     @property
@@ -204,7 +201,7 @@ class Sequence:
         return self.request_id, self.sample
 
     @property
-    def pending(self) -> int:
+    def num_pending(self) -> int:
         """Tokens that are not stored yet."""
         return len(self.tokens) - self.start - self.block_table.num_tokens
 

@@ -22,6 +22,9 @@ from whimbrel.models import GPT
 
 __all__ = ["Draft", "ModelDraft", "NgramDraft", "Proposal", "verify"]
 
+BLOCK_SIZE = 16
+"""Tokens per block of a draft model's KV cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -77,7 +80,7 @@ class ModelDraft:
 
     def __init__(self, model: GPT) -> None:
         self.model = model
-        self._context = model.config.context_length
+        self._context_length = model.config.context_length
         self._processed: list[int] = []
         self._start = 0
 
@@ -86,24 +89,23 @@ class ModelDraft:
         return ModelDraft(self.model)
 
     @cached_property
-    def _cache(self) -> tuple[ModelRunner, BlockTable]:
-        weight, num_blocks = self.model.token_embedding.weight, -(-self._context // 16) + 1
-        pool = BlockPool(self.model.config, num_blocks, 16, dtype=weight.dtype, device=weight.device)
+    def _runner_and_table(self) -> tuple[ModelRunner, BlockTable]:
+        weight, num_blocks = self.model.token_embedding.weight, -(-self._context_length // BLOCK_SIZE) + 1
+        pool = BlockPool(self.model.config, num_blocks, BLOCK_SIZE, dtype=weight.dtype, device=weight.device)
         table = BlockTable(pool)
-        table.reserve(self._context)
+        table.reserve(self._context_length)
         return ModelRunner(self.model, pool), table
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size of the draft model."""
         return self.model.config.vocab_size
 
     def propose(self, history: History, count: int, sampling: SamplingParams, rng: SampleRNG) -> Proposal:
         """Tokens sampled from the draft model one after the other."""
         ids = history.tokens
-        count = min(count, self._context - 1)
-        if len(ids) - self._start + count - 1 > self._context:
-            self._start = len(ids) - max(1, (self._context - count) // 2)
+        count = min(count, self._context_length - 1)
+        if len(ids) - self._start + count - 1 > self._context_length:
+            self._start = len(ids) - max(1, (self._context_length - count) // 2)
         tokens, probabilities = list(ids), list[Tensor]()
         for _ in range(count):
             logits_1V = self._next_logits(tokens[self._start :])
@@ -113,7 +115,7 @@ class ModelDraft:
 
     def _next_logits(self, ids: list[int]) -> Tensor:
         """The logits (1, V) after `ids`."""
-        runner, table = self._cache
+        runner, table = self._runner_and_table
         shared = min(_common_prefix_length(self._processed, ids), len(ids) - 1)
         del self._processed[shared:]
         table.num_tokens = shared
@@ -131,24 +133,24 @@ def _common_prefix_length(first: list[int], second: list[int]) -> int:
 
 
 def verify(
-    logits_KV: Tensor, proposal: Proposal, history: History, sampling: SamplingParams, rng: SampleRNG
+    logits_TV: Tensor, proposal: Proposal, history: History, sampling: SamplingParams, rng: SampleRNG
 ) -> list[int]:
     """The accepted tokens and one more: a replacement for the first rejected token, or a token after the last.
 
-    `logits_KV` are the model's logits before each proposed token and after the last one. A token with probability q in
+    `logits_TV` are the model's logits before each proposed token and after the last one. A token with probability q in
     the draft and p in the model is accepted with probability min(1, p / q); after a rejection the token is sampled
-    from max(0, p - q), normalized. Together that is a sample from p (Leviathan et al., 2022).
+    from max(0, p - q), normalized. The result is distributed as p (Leviathan et al., 2022).
     """
     tokens = proposal.tokens
     histories = [History([*history.tokens, *tokens[:index]], history.prompt_length) for index in range(len(tokens) + 1)]
-    target_KV = distribution(logits_KV, [sampling] * len(histories), histories)
+    target_TV = distribution(logits_TV, [sampling] * len(histories), histories)
     for index, token in enumerate(tokens):
-        p_V, q_V = target_KV[index], _draft_distribution(proposal, index, target_KV[index])
+        p_V, q_V = target_TV[index], _draft_distribution(proposal, index, target_TV[index])
         if rng.uniform() * q_V[token] >= p_V[token]:
             residual_V = (p_V - q_V).clamp(min=0)
             residual_V = residual_V / residual_V.sum() if residual_V.any() else p_V
             return [*tokens[:index], int(gumbel_max(residual_V[None], [rng.key()]))]
-    return [*tokens, int(gumbel_max(target_KV[-1:], [rng.key()]))]
+    return [*tokens, int(gumbel_max(target_TV[-1:], [rng.key()]))]
 
 
 def _draft_distribution(proposal: Proposal, index: int, like_V: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class Service:
     def __init__(self, model: ServedModel, engine: EngineProtocol, config: ServeConfig) -> None:
         self.model, self.config = model, config
         self.worker, self.requests = Worker(engine), RequestTracker()
-        # Few threads, because each may need much memory; two pools, because a chat template may be slow.
+        # Few threads, since each can use a lot of memory; two pools, so a slow chat template cannot block prompts.
         self._prompt_threads = ThreadPoolExecutor(ENCODER_THREADS, "whimbrel-encode")
         self._chat_threads = ThreadPoolExecutor(ENCODER_THREADS, "whimbrel-chat")
         self.app = FastAPI(

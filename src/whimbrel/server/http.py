@@ -173,7 +173,6 @@ class _Parser(h11.Connection):
     _chunks = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The next part of a request."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = 0
@@ -204,24 +203,20 @@ class Connection(H11Protocol):
     """When it last started waiting for a request, on the monotonic clock."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start waiting for a request."""
         super().connection_made(transport)
         self.conn = _Parser(h11.SERVER, self.conn._max_incomplete_event_size)
         self.idle_since = time.monotonic()
         self._update_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes."""
         super().data_received(data)
         self._update_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer."""
         super().connection_lost(exc)
         self._cancel_header_timer()
 
     def on_response_complete(self) -> None:
-        """Start waiting for the next request."""
         self.idle_since = time.monotonic()
         super().on_response_complete()
 
@@ -303,7 +298,6 @@ class Acceptor:
         self._task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until the acceptor has stopped."""
         await asyncio.wait({self._task})
 
     async def _run(self) -> None:

@@ -97,8 +97,8 @@ def _integer(value: Any) -> Any:
 
 
 def _validate_prompt(value: Any) -> list[str | list[int]]:
-    """A list of prompts, from a string, strings, token ids or lists of token ids."""
-    expected = "expected prompt to be a string, strings, token ids or lists of token ids"
+    """Normalize to a list of prompts, each a string or a list of token ids."""
+    expected = "expected prompt to be a string, a list of strings, a list of token ids or a list of token id lists"
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -264,7 +264,8 @@ class CompletionRequest(GenerationRequest):
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_OPTIONS_REQUIRE_STREAM]})
 
     prompt: Prompts
-    """A string, strings, token ids, or lists of token ids; an empty string starts a new document."""
+    """A string, a list of strings, a list of token ids or a list of token id lists; an empty
+    string starts a new document."""
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER] | None = None
     """Maximum number of new tokens (default: 16). 0 only evaluates the prompt, for echo with logprobs."""
     parse_special: bool | None = None

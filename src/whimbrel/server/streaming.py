@@ -183,7 +183,6 @@ class CompletionFormat:
         self._texts, self.with_logprobs = texts, with_logprobs
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """A complete choice."""
         logprobs = self._logprobs(delta.tokens) if self.with_logprobs else None
         return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
 
@@ -220,19 +219,16 @@ class ChatFormat:
         self._texts, self.with_logprobs = texts, with_logprobs
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """A complete choice."""
         message = {"role": "assistant", "content": delta.text, "refusal": None}
         logprobs = self._logprobs(delta.tokens)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": delta.finish}
 
     def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
-        """A piece of a choice in a stream."""
         content = {"content": delta.text} if delta.text or delta.tokens else {}
         logprobs = self._logprobs(delta.tokens)
         return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": delta.finish}
 
     def first_chunk(self, index: int) -> dict[str, Any]:
-        """The role of the message."""
         content = {"role": "assistant", "content": ""}
         return {"index": index, "delta": content, "logprobs": None, "finish_reason": None}
 

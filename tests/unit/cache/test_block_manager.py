@@ -63,7 +63,7 @@ class PoolMachine(RuleBasedStateMachine):
         lacking, available = block_table.blocks_needed(len(tokens) - block_table.num_tokens), self.pool.available
         if lacking > available:
             before = block_table.blocks[:]
-            with pytest.raises(RequestError, match=f"expected {lacking} free blocks, got {available}"):
+            with pytest.raises(RequestError, match=f"expected {lacking} free KV-cache blocks, got {available}"):
                 block_table.reserve(len(tokens) - block_table.num_tokens)
             assert block_table.blocks == before
             return

@@ -17,7 +17,7 @@ def test_metrics_follow_from_the_scores(scorer, fixtures):
     result = evaluate_tasks(scorer, ["winogrande"], fixtures / "eval")["winogrande"]
     right = []
     for item in read_items(TASKS["winogrande"], path):
-        first, second = (scorer.score(scorer.pairs([pair]))[0].loglikelihood for pair in item.pairs)
+        first, second = (scorer.score(scorer.encode_pairs([pair]))[0].loglikelihood for pair in item.pairs)
         right.append(item.gold == (first < second))
     assert result.metrics["acc"].value == pytest.approx(sum(right) / 24)
     assert 0 < sum(right) < 24

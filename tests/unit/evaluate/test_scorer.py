@@ -38,8 +38,8 @@ def test_load_uses_the_tokenizer_of_the_directory(scorer, directory):
     loaded = Scorer.load(directory)
     assert loaded.tokenizer.fingerprint == scorer.tokenizer.fingerprint
     assert loaded.bos_id == scorer.tokenizer.eot_id
-    pairs = loaded.pairs([("To be", " or not")])
-    assert loaded.score(pairs) == scorer.score(scorer.pairs([("To be", " or not")]))
+    pairs = loaded.encode_pairs([("To be", " or not")])
+    assert loaded.score(pairs) == scorer.score(scorer.encode_pairs([("To be", " or not")]))
 
 
 def test_dtype_and_quantize(directory):
@@ -54,7 +54,7 @@ def test_bos_token_of_the_model_is_used(directory):
         (directory / name).write_text(json.dumps(table | {"bos_token_id": 7}))
     loaded = Scorer.load(directory)
     assert loaded.bos_id == 7
-    assert loaded.rolling(["be"])[0].context == [7]
+    assert loaded.encode_documents(["be"])[0].context == [7]
 
 
 def test_tokenizer_larger_than_the_model_is_rejected(scorer, directory, tmp_path):
@@ -69,7 +69,7 @@ def test_tokenizer_larger_than_the_model_is_rejected(scorer, directory, tmp_path
 
 
 def test_pairs_are_split_after_the_tokens_of_the_context(scorer):
-    [pair] = scorer.pairs([("To be", " or not")])
+    [pair] = scorer.encode_pairs([("To be", " or not")])
     assert scorer.tokenizer.decode(pair.context) == "To be"
     assert scorer.tokenizer.decode(pair.continuation) == " or not"
     assert [*pair.context, *pair.continuation] == scorer.tokenizer.encode("To be or not")
@@ -77,47 +77,50 @@ def test_pairs_are_split_after_the_tokens_of_the_context(scorer):
 
 @pytest.mark.parametrize("spaces", [" ", "  ", "\n", " \n\t"])
 def test_trailing_whitespace_moves_to_the_continuation(scorer, spaces):
-    assert scorer.pairs([(f"To be{spaces}", "or not")]) == scorer.pairs([("To be", f"{spaces}or not")])
+    assert scorer.encode_pairs([(f"To be{spaces}", "or not")]) == scorer.encode_pairs([("To be", f"{spaces}or not")])
 
 
 @pytest.mark.parametrize("context", ["", " "])
 def test_empty_context_is_bos(scorer, adds_bos, context):
     for each in (scorer, adds_bos):
-        [pair] = each.pairs([(context, "or not")])
+        [pair] = each.encode_pairs([(context, "or not")])
         assert pair == Pair([scorer.bos_id], scorer.tokenizer.encode(f"{context}or not"))
 
 
 def test_pairs_keep_their_order(scorer):
     texts = [("", "a b"), ("To be", " or"), ("", "c d"), ("Not", " to be"), (" ", "e")]
-    assert scorer.pairs(texts) == [scorer.pairs([text])[0] for text in texts]
+    assert scorer.encode_pairs(texts) == [scorer.encode_pairs([text])[0] for text in texts]
 
 
 def test_bos_is_not_added_twice(scorer, adds_bos):
-    [without_bos], [with_bos] = scorer.pairs([("To be", " or not")]), adds_bos.pairs([("To be", " or not")])
+    [without_bos], [with_bos] = (
+        scorer.encode_pairs([("To be", " or not")]),
+        adds_bos.encode_pairs([("To be", " or not")]),
+    )
     assert with_bos == Pair([adds_bos.bos_id, *without_bos.context], without_bos.continuation)
-    [spelled] = adds_bos.pairs([(f"{adds_bos.tokenizer.eot_token}To be", " or not")])
+    [spelled] = adds_bos.encode_pairs([(f"{adds_bos.tokenizer.eot_token}To be", " or not")])
     assert spelled == with_bos
 
 
 def test_rolling_adds_one_bos(scorer, adds_bos):
     for each in (scorer, adds_bos):
-        assert each.rolling(["To be", ""]) == [
+        assert each.encode_documents(["To be", ""]) == [
             Pair([each.bos_id], scorer.tokenizer.encode("To be")),
             Pair([each.bos_id], []),
         ]
 
 
 def test_prompt_has_the_special_tokens_of_the_tokenizer(scorer, adds_bos):
-    assert scorer.prompt("To be") == scorer.tokenizer.encode("To be")
-    assert adds_bos.prompt("To be") == [adds_bos.bos_id, *scorer.tokenizer.encode("To be")]
-    assert scorer.prompt("") == [scorer.bos_id]
+    assert scorer.encode_prompt("To be") == scorer.tokenizer.encode("To be")
+    assert adds_bos.encode_prompt("To be") == [adds_bos.bos_id, *scorer.tokenizer.encode("To be")]
+    assert scorer.encode_prompt("") == [scorer.bos_id]
 
 
 def test_parse_special(scorer):
-    [pair] = scorer.pairs([("To be", f" {scorer.tokenizer.eot_token}")])
+    [pair] = scorer.encode_pairs([("To be", f" {scorer.tokenizer.eot_token}")])
     assert pair.continuation[-1] == scorer.tokenizer.eot_id
     literal = replace(scorer, parse_special=False)
-    [pair] = literal.pairs([("To be", f" {scorer.tokenizer.eot_token}")])
+    [pair] = literal.encode_pairs([("To be", f" {scorer.tokenizer.eot_token}")])
     assert scorer.tokenizer.eot_id not in pair.continuation
     assert scorer.tokenizer.decode(pair.continuation) == f" {scorer.tokenizer.eot_token}"
 
@@ -126,9 +129,9 @@ def test_continuation_without_tokens_is_rejected():
     tokenizer = load_tokenizer("gpt2")
     joined = Scorer(GPT.__new__(GPT), tokenizer, tokenizer.eot_id)
     with pytest.raises(DataError, match="continuation 'ear' after 'the y', got none"):
-        joined.pairs([("the y", "ear")])
+        joined.encode_pairs([("the y", "ear")])
 
 
 def test_lone_surrogate_is_rejected(scorer):
     with pytest.raises(DataError, match="lone surrogate at character 3"):
-        scorer.pairs([("abc\ud800", " d")])
+        scorer.encode_pairs([("abc\ud800", " d")])

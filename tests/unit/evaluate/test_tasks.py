@@ -118,7 +118,7 @@ def test_unknown_task_lists_the_known_ones():
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"query": "Q", "choices": ["a", "b"]}, "piqa.jsonl line 2: expected query choices gold"),
+        ({"query": "Q", "choices": ["a", "b"]}, "piqa.jsonl line 2: expected fields (query, choices, gold)"),
         (
             {"query": "Q", "choices": ["a", "b"], "gold": 2},
             "line 2: expected the index of the correct choice below 2, got 2",
@@ -129,12 +129,15 @@ def test_unknown_task_lists_the_known_ones():
         ),
         (
             {"query": "Q", "choices": ["a", "b"], "gold": "0"},
-            "line 2: expected an integer, counted from 0 in 'gold', got \"0\"",
+            "line 2: expected a 0-based integer index in 'gold', got \"0\"",
         ),
         ({"query": "Q", "choices": ["a", ""], "gold": 0}, "line 2: expected non-empty choices, got an empty one"),
         ({"query": "Q", "choices": 7, "gold": 0}, "line 2: expected a list of strings in 'choices', got 7"),
-        ({"goals": "Q"}, "expected query choices gold, or goal sol1 sol2 label, got 'goals': no 'goal'"),
-        ({}, "got nothing: no 'goal'"),
+        (
+            {"goals": "Q"},
+            "expected fields (query, choices, gold) or (goal, sol1, sol2, label), got (goals): 'goal' is missing",
+        ),
+        ({}, "got (): 'goal' is missing"),
         ([1, 2], "line 2: expected an object, got list"),
     ],
 )
@@ -166,7 +169,7 @@ def test_fields_of_the_wrong_type_are_rejected(given):
     [
         ("arc_easy", {"query": 5}, "expected a valid Unicode string in 'query', got 5"),
         ("arc_easy", {"choices": "ab", "gold": 0}, "expected a list of strings in 'choices', got \"ab\""),
-        ("arc_easy", {"gold": "1"}, "expected an integer, counted from 0 in 'gold', got \"1\""),
+        ("arc_easy", {"gold": "1"}, "expected a 0-based integer index in 'gold', got \"1\""),
         ("arc_easy", {"query": ["x" * 1000]}, f"expected a valid Unicode string in 'query', got [\"{'x' * 58}"),
         ("lambada", {"continuation": ["a"]}, "expected a valid Unicode string in 'continuation', got [\"a\"]"),
     ],
@@ -184,7 +187,7 @@ def test_error_names_the_field_and_its_value(name, change, message):
         ("arc_easy", {"choices": {"text": ["a", "b"], "label": ["1"]}}, "two lists of strings of equal length"),
         ("winogrande", {"answer": "3"}, 'expected "1" or "2" in \'answer\', got "3"'),
         ("winogrande", {"sentence": "Ann left."}, "expected a sentence with _ in place of a name in 'sentence', got"),
-        ("piqa", {"label": "1"}, "expected an integer, counted from 0 in 'label', got \"1\""),
+        ("piqa", {"label": "1"}, "expected a 0-based integer index in 'label', got \"1\""),
         ("lambada", {"text": "ends in a space "}, "got an empty one"),
     ],
 )

@@ -166,14 +166,14 @@ def test_the_prefix_cache_skips_known_prompts():
 def test_padding_rows_do_not_change_the_tokens():
     model = MODELS["windows"]
     engine = Engine(model, EngineConfig(block_size=4, max_batch=8))
-    heights = []
+    batch_sizes = []
 
     class Padding:
-        def padded(self, rows: int) -> int:
-            return -(-rows // 8) * 8
+        def padded_size(self, num_sequences: int) -> int:
+            return -(-num_sequences // 8) * 8
 
         def __call__(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-            heights.append(len(tokens))
+            batch_sizes.append(len(tokens))
             return model(tokens, cache=batch).logits[:, -1]
 
     engine.runner._graphs = Padding()
@@ -183,7 +183,7 @@ def test_padding_rows_do_not_change_the_tokens():
     assert outputs(run(engine)) == {
         (number, 0): generate_alone(model, request) for number, request in enumerate(requests)
     }
-    assert set(heights) == {8}
+    assert set(batch_sizes) == {8}
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])

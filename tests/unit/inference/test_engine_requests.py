@@ -236,7 +236,7 @@ def test_a_pool_smaller_than_the_context_limits_the_length():
         ({"prefill_chunk": 0}, "prefill_chunk: expected .* got 0"),
         ({"multi_step": 0}, "multi_step.*got 0"),
         ({"num_blocks": 1}, "num_blocks: expected .* got 1"),
-        ({"kv_cache_dtype": "int9"}, "int9"),
+        ({"kv_cache_dtype": "int9"}, "kv_cache_dtype: expected one of none, fp8, int8, int4, got 'int9'"),
         ({"num_blocks": 10**12}, "num_blocks: expected .* got 1000000000000"),
     ],
 )

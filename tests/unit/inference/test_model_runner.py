@@ -54,7 +54,7 @@ PROMPTS = [[5, 6, 7], [8], list(range(40)), [9, 3], [1, 1, 1, 1, 1]]
 def test_batch_sizes_are_powers_of_two_and_the_maximum() -> None:
     model = model_of("gpt2")
     graphs = DecodeGraphs(model, Engine(model, EngineConfig(max_batch=6)).pool, max_batch=6, compile_step=False)
-    assert [graphs.padded_size(rows) for rows in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]
+    assert [graphs.padded_size(size) for size in (1, 2, 3, 4, 5, 6)] == [1, 2, 4, 4, 6, 6]
 
 
 @pytest.fixture
@@ -114,11 +114,11 @@ def test_graphs_of_quantized_caches_have_power_of_two_widths() -> None:
     model = GPT(replace(SHAPES["gpt2"], context_length=1200))
     pool = Engine(model, EngineConfig(max_batch=1, kv_cache_dtype="int8")).pool
     graphs = DecodeGraphs(model, pool, max_batch=1, compile_step=False)
-    assert [graphs.width(blocks) for blocks in (1, 16, 17, 75)] == [16, 16, 17, 75]  # on a CPU any width will do
+    assert [graphs.table_width(blocks) for blocks in (1, 16, 17, 75)] == [16, 16, 17, 75]  # on a CPU any width will do
     pool.device = torch.device("cuda")
-    assert [graphs.width(blocks) for blocks in (1, 16, 17, 32, 33, 75)] == [16, 16, 32, 32, 64, 75]
+    assert [graphs.table_width(blocks) for blocks in (1, 16, 17, 32, 33, 75)] == [16, 16, 32, 32, 64, 75]
     pool.codec = None
-    assert graphs.width(1) == graphs.width(75) == 75  # the kernel stops at the length of each row
+    assert graphs.table_width(1) == graphs.table_width(75) == 75  # the kernel stops at the length of each row
 
 
 def test_a_step_is_compiled_once_for_one_sequence_and_once_for_more(monkeypatch: pytest.MonkeyPatch) -> None:

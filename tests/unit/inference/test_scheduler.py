@@ -37,7 +37,7 @@ def execute(plan: Plan, num_new_tokens: int = 1) -> list[tuple[int, int]]:
     done = [*((seq, 1) for seq in plan.decodes), *zip(plan.prefills, plan.prefill_counts(), strict=True)]
     for seq, count in done:
         seq.advance(count, cache=True)
-        if seq.pending == 0:
+        if seq.num_pending == 0:
             seq.tokens += [seq.request_id] * num_new_tokens
     return [(seq.request_id, count) for seq, count in done]
 
@@ -132,8 +132,8 @@ def test_every_sequence_finishes_and_the_first_never_waits(lengths, blocks, chun
     steps = 0
     while sequences:
         plan = schedule.schedule()
-        oldest, before = sequences[0], sequences[0].pending
-        widths = [min(seq.pending, plan.prefill_width) for seq in plan.prefills]
+        oldest, before = sequences[0], sequences[0].num_pending
+        widths = [min(seq.num_pending, plan.prefill_width) for seq in plan.prefills]
         assert max(widths, default=0) * len(widths) <= chunk
         assert len(plan.decodes) + len(plan.prefills) <= len(schedule.running) <= batch
         assert [seq.request_id for seq in (*schedule.running, *schedule.waiting)] == [
