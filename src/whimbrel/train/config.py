@@ -465,6 +465,11 @@ class RunConfig(TrainerConfig):
         model: GPTConfig = self.model
         if type(model) is GPTConfig:  # from Python
             object.__setattr__(self, "model", ModelConfig.from_architecture(model))
+        elif self.model.path is not None and self.model.path.exists():
+            stored, default = _read_architecture(self.model.path), GPTConfig()
+            changed = [f.name for f in fields(GPTConfig) if getattr(model, f.name) != getattr(default, f.name)]
+            _check_architecture(model, stored, self.model.path, changed)
+            object.__setattr__(self, "model", ModelConfig.from_architecture(stored, self.model.path))
         if self.sequence_length > self.model.context_length:
             raise ConfigError(
                 f"data.sequence_length = {self.sequence_length} exceeds model.context_length = "
@@ -531,16 +536,24 @@ def _model_table(table: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("expected model.path or model.preset, got both: leave one out")
     if not path.exists() and {"num_layers", "embd_size", "vocab_size"} <= overrides.keys():
         return table  # the config.toml of a run that is resumed after its source was removed
+    stored = _read_architecture(path)
+    _check_architecture(build(GPTConfig, to_table(stored) | overrides, "model"), stored, path, overrides)
+    return to_table(stored) | {"path": str(path)}
+
+
+def _read_architecture(path: Path) -> GPTConfig:
     source = resolve_model(path)
-    stored = read_llama2c_config(source) if source.is_file() else read_config(source).config
-    requested = build(GPTConfig, to_table(stored) | overrides, "model")
-    for name in overrides:
+    return read_llama2c_config(source) if source.is_file() else read_config(source).config
+
+
+def _check_architecture(requested: GPTConfig, stored: GPTConfig, path: Path, names: Iterable[str]) -> None:
+    """Raise if one of the settings `names` differs from that of the model in `path`."""
+    for name in names:
         if getattr(requested, name) != getattr(stored, name):
             raise ConfigError(
                 f"model.{name} = {getattr(requested, name)} contradicts model.path = {path}, which has "
                 f"{getattr(stored, name)}: leave it out"
             )
-    return to_table(stored) | {"path": str(path)}
 
 
 def check_positive(section: str, settings: object, *names: str) -> None:

@@ -18,7 +18,7 @@ from whimbrel.config import dump_toml, to_table
 from whimbrel.data import TokenDataLoader
 from whimbrel.model_io import load_model
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, TrainingArguments, load_run_config, read_log, train
-from whimbrel.train.config import build_run_config
+from whimbrel.train.config import ModelConfig, build_run_config
 
 MakeRun = Callable[..., RunConfig]
 
@@ -168,3 +168,12 @@ def test_the_path_can_be_set_on_the_command_line(make_run: MakeRun, directory: P
     (tmp_path / "run.toml").write_text(dump_toml(table))
     config = load_run_config(tmp_path / "run.toml", [f"--model.path={directory}"])
     assert (config.model.path, config.model.num_layers) == (directory, 2)
+
+
+def test_a_path_from_python_sets_the_architecture(make_run: MakeRun, directory: Path) -> None:
+    config = replace(make_run(), model=ModelConfig(path=directory))
+    assert config.model == build_run_config(to_table(make_run()) | {"model": {"path": str(directory)}}).model
+    train(config)
+    assert load_run_config(config.output_dir / "config.toml").model == config.model
+    with pytest.raises(ConfigError, match=r"model\.num_layers = 3 contradicts model\.path"):
+        replace(config, model=ModelConfig(path=directory, num_layers=3))
