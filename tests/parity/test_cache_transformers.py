@@ -339,11 +339,11 @@ COMPILED = {
 
 def greedy_decode(model: Callable[..., object], prompt: Tensor, past: object, tokens: int = 6) -> Tensor:
     """Greedy decoding by calling the model directly."""
-    text, new = [], prompt
+    generated, new = [], prompt
     for _ in range(tokens):
         new = model(new, past_key_values=past).logits[:, -1:].argmax(-1)
-        text.append(new)
-    return torch.cat(text, dim=1)
+        generated.append(new)
+    return torch.cat(generated, dim=1)
 
 
 @pytest.mark.parametrize("kind", COMPILED)
