@@ -271,9 +271,9 @@ def test_unknown_options_are_rejected(lm_eval, adapter, directory):
 
     with pytest.raises(RequestError, match="unknown generation_kwargs: num_beams"):
         adapter.generate_until(instances(lm_eval, "generate_until", [("To be", {"num_beams": 4})]))
-    with pytest.raises(ConfigError, match="dtype .*float32, .* got float8"):
+    with pytest.raises(ConfigError, match="dtype: expected one of auto, float32, .* got 'float8'"):
         WhimbrelLM(str(directory), dtype="float8")
-    with pytest.raises(ConfigError, match="batch_size.* got many"):
+    with pytest.raises(ConfigError, match="batch_size: expected .* got 'many'"):
         WhimbrelLM(str(directory), batch_size="many")
 
 

@@ -223,8 +223,8 @@ def test_a_pool_smaller_than_the_context_limits_the_length():
         events = run(engine)
         assert list(outputs(events).values()) == [generate_alone(MODEL, request)]
         assert events[-1].finish_reason == "length"
-    for prompt, new, room in ((28, 1, 27), (30, 0, 29)):
-        with pytest.raises(RequestError, match=f"at most {room} tokens .the KV cache., got {prompt}"):
+    for prompt, new, limit in ((28, 1, 27), (30, 0, 29)):
+        with pytest.raises(RequestError, match=f"at most {limit} tokens .the KV cache., got {prompt}"):
             engine.add_request(replace(request, prompt_ids=(1,) * prompt, max_new_tokens=new))
 
 
