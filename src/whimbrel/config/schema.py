@@ -45,8 +45,8 @@ Table = Mapping[str, Any]
 def build(cls: type[T], table: Table, where: str = "") -> T:
     """Create a `cls` from `table`. `where` is the dotted name of the table, used in error messages."""
     fields = {field.name: field for field in dataclasses.fields(cast(Any, cls)) if field.init}
-    check_known(where, table, fields)
     hints = typing.get_type_hints(cls)
+    check_known(where, table, fields, _fields_of_sections(hints))
     table = resolve_none(cls, table)
     values = {name: convert(hints[name], value, _join(where, name)) for name, value in table.items()}
     required = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
@@ -99,11 +99,25 @@ def _to_value(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def check_known(section: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise for keys that are not in `known`."""
+def check_known(
+    section: str, names: Iterable[str], known: Collection[str], nested: Mapping[str, str] | None = None
+) -> None:
+    """Raise for keys that are not in `known`; `nested` has the full names of settings by their last part."""
     for name in names:
         if name not in known:
-            raise ConfigError(f"unknown setting '{_join(section, name)}'{did_you_mean(name, known)}")
+            full_name = (nested or {}).get(name)
+            hint = did_you_mean(name, known) if full_name is None else f": did you mean '{_join(section, full_name)}'?"
+            raise ConfigError(f"unknown setting '{_join(section, name)}'{hint}")
+
+
+def _fields_of_sections(hints: Mapping[str, Any]) -> dict[str, str]:
+    """`section.name` of the fields of nested dataclasses, by name; the first section wins."""
+    names: dict[str, str] = {}
+    for section, kind in hints.items():
+        if dataclasses.is_dataclass(kind):
+            for field in dataclasses.fields(kind):
+                names.setdefault(field.name, f"{section}.{field.name}")
+    return names
 
 
 def check_unused(section: str, settings: object, names: Iterable[str], needs: str) -> None:

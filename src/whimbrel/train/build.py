@@ -163,6 +163,7 @@ def _initial_model(config: RunConfig) -> GPT:
                 "from the original model"
             )
     _warn_if_tokenizer_differs(config.data.path, path)
+    logger.info("Starting from the weights in %s", path)
     return model
 
 

@@ -100,6 +100,8 @@ def send_request(run: Path, action: str, timeout: float = 5.0) -> dict[str, Any]
         endpoint = Endpoint.read(run)
     except PermissionError as error:
         raise RequestError(f"{run} belongs to another user: only its owner can control it") from error
+    if not run.is_dir():
+        raise RequestError(f"no such run directory: {run}")
     if endpoint is None:
         raise RequestError(f"{run} is not running: it has no {Endpoint.path(run).name}")
     if endpoint.host != socket.gethostname():

@@ -70,7 +70,7 @@ def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
         )
     if config.resume.latest and not checkpoints:
         level = logging.WARNING if explicit else logging.INFO
-        logger.log(level, "No checkpoint found in %s: starting from scratch", directory)
+        logger.log(level, "No checkpoint found in %s: starting a new run", directory)
 
 
 def clear_directory(directory: Path) -> None:

@@ -121,6 +121,7 @@ def test_timed_saves_can_be_turned_off(folder: Path) -> None:
     [
         (["train", "none.toml"], "whimbrel: no such configuration file: none.toml"),
         (["train", "recipe.toml", "--optim.lrr=1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'lr'?"),
+        (["train", "recipe.toml", "--lr=1"], "whimbrel: unknown setting 'lr': did you mean 'optim.lr'?"),
         (["train", "recipe.toml", "--train.steps=x"], "whimbrel: train.steps: expected an integer, got 'x'"),
         (
             ["train", "recipe.toml", "extra"],
@@ -272,4 +273,4 @@ def test_start_from_scratch_is_reported(folder: Path) -> None:
     arguments = [sys.executable, "-m", "whimbrel", "train", "recipe.toml"]
     for expected in (1, 0):
         done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-        assert done.stderr.count("No checkpoint found in run: starting from scratch") == expected
+        assert done.stderr.count("No checkpoint found in run: starting a new run") == expected

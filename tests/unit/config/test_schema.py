@@ -200,6 +200,8 @@ def test_toml_syntax_error_names_the_file_and_line(tmp_path: Path) -> None:
         load_toml(tmp_path / "bad.toml")
     with pytest.raises(ConfigError, match="no such configuration file"):
         load_toml(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="TOML file, got a directory"):
+        load_toml(tmp_path)
 
 
 scalars = st.one_of(

@@ -75,6 +75,8 @@ def test_the_endpoint_is_private_and_removed_with_the_run(tmp_path: Path) -> Non
     run.dispatch("on_train_end")
     assert list(run.folder.iterdir()) == []
     assert run_status(run.folder) == "ended"
+    with pytest.raises(RequestError, match="no such run directory"):
+        send_request(tmp_path / "other", "status")
     with pytest.raises(RequestError, match="is not running: it has no endpoint.json"):
         send_request(run.folder, "status")
 

@@ -211,7 +211,7 @@ def test_the_processing_class_is_saved_with_any_model(args: Make, fit: Make, tmp
 
 def test_resuming_without_a_checkpoint_is_logged(args: Make, fit: Make, caplog: pytest.LogCaptureFixture) -> None:
     fit(args(), resume=True)
-    assert "starting from scratch" in caplog.text
+    assert "starting a new run" in caplog.text
 
 
 def test_a_module_with_save_pretrained_but_no_config_resumes(args: Make, data: Make, tmp_path: Path) -> None:

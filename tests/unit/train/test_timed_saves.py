@@ -162,7 +162,7 @@ def test_start_from_scratch_is_logged(make_run: MakeRun, caplog: pytest.LogCaptu
     config = make_run()
     with caplog.at_level(logging.INFO, "whimbrel"):
         train(config)
-        assert caplog.text.count("starting from scratch") == 1
+        assert caplog.text.count("starting a new run") == 1
         caplog.clear()
         train(make_run(train__steps=7))
-    assert "starting from scratch" not in caplog.text
+    assert "starting a new run" not in caplog.text

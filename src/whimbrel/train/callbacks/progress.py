@@ -309,9 +309,10 @@ def _stop_lines(
         latest = f"the latest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         yield f"Aborted at step {step} without saving; {latest}"
     else:
-        saved = f"saved to {checkpoint}" if checkpoint else "nothing to save yet"
         remedy = "rerun without overwrite_output_dir to resume" if overwrites else "rerun the same command to resume"
-        yield f"Stopped at step {step}, {saved}: {remedy}"
+        yield f"Stopped at step {step}, " + (
+            f"saved to {checkpoint}: {remedy}" if checkpoint else "without a checkpoint"
+        )
 
 
 def _gib(size: int, digits: int = 2) -> str:
