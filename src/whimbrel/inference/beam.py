@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import RequestError
-from whimbrel.cache.block_manager import BlockTable
+from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.engine import Engine, EngineConfig
 from whimbrel.inference.model_runner import Chunk
 from whimbrel.inference.sampling import check_finite

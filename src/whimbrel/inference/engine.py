@@ -13,8 +13,8 @@ from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cache.buffer import KV_CODECS
-from whimbrel.cache.paged import BlockPool
 from whimbrel.inference.model_runner import Chunk, DecodeGraphs, ModelRunner
+from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.inference.sampling import log_probabilities, sample
 from whimbrel.inference.scheduler import Plan, Scheduler
 from whimbrel.inference.sequence import Event, FinishReason, Logprob, Request, Sequence

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whimbrel.cache.block_manager import BlockTable
-from whimbrel.cache.paged import BlockPool, ContiguousCache, PagedBatch
+from whimbrel.inference.block_manager import BlockTable
+from whimbrel.inference.paged_cache import BlockPool, ContiguousCache, PagedBatch
 from whimbrel.models import GPT, KVCache
 
 __all__ = ["Chunk", "DecodeGraphs", "ModelRunner", "decode_one", "prefill"]

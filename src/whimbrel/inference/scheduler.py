@@ -6,7 +6,7 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
-from whimbrel.cache.block_manager import BlockManager
+from whimbrel.inference.block_manager import BlockManager
 from whimbrel.inference.sequence import Sequence
 
 __all__ = ["Plan", "Scheduler"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import RequestError
-from whimbrel.cache.block_manager import BlockManager, BlockTable
+from whimbrel.inference.block_manager import BlockManager, BlockTable
 from whimbrel.inference.sampling import History, SampleRNG, SamplingParams
 
 if TYPE_CHECKING:

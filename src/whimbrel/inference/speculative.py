@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import RequestError
-from whimbrel.cache.block_manager import BlockTable
-from whimbrel.cache.paged import BlockPool
+from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.model_runner import Chunk, ModelRunner
+from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.inference.sampling import History, SampleRNG, SamplingParams, distribution, gumbel_max
 from whimbrel.models import GPT
 

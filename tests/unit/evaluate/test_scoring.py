@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from whimbrel.base.errors import ConfigError, DataError, PrecisionError
-from whimbrel.cache.paged import ContiguousCache, PagedBatch
 from whimbrel.evaluate import Pair, scoring
 from whimbrel.evaluate.scoring import Window, is_truncated, score, windows
 from whimbrel.inference.model_runner import ModelRunner
+from whimbrel.inference.paged_cache import ContiguousCache, PagedBatch
 from whimbrel.models import GPT
 
 

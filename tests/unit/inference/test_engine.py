@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.inference.reference import generate_alone, outputs, run, small_model
 
-from whimbrel.cache.paged import PagedBatch
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, generate
+from whimbrel.inference.paged_cache import PagedBatch
 
 MODELS = {
     "learned": small_model(),

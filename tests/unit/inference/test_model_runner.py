@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from whimbrel.cache.paged import PagedBatch
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, generate
 from whimbrel.inference.model_runner import DecodeGraphs
+from whimbrel.inference.paged_cache import PagedBatch
 from whimbrel.models import GPT, GPTConfig
 
 SHAPES = {

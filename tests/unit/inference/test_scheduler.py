@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.inference.reference import small_model
 
-from whimbrel.cache.paged import BlockPool
+from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.inference.scheduler import Plan, Scheduler
 from whimbrel.inference.sequence import Request, Sequence
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whimbrel.cache.block_manager import NULL_BLOCK, BlockManager
 from whimbrel.cache.buffer import find_codec
+from whimbrel.inference.block_manager import NULL_BLOCK, BlockManager
 from whimbrel.ops import KVView, write_blocks
 from whimbrel.ops.lowbit import GroupCodec
 

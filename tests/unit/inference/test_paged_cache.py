@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whimbrel.cache.buffer import find_codec
-from whimbrel.cache.paged import BlockPool, PagedBatch
+from whimbrel.inference.paged_cache import BlockPool, PagedBatch
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.ops import attend
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from whimbrel.base.errors import ConfigError, RequestError
-from whimbrel.cache.block_manager import BlockTable
-from whimbrel.cache.paged import BlockPool as AnyBlockPool
-from whimbrel.cache.paged import PagedBatch
+from whimbrel.inference.block_manager import BlockTable
+from whimbrel.inference.paged_cache import BlockPool as AnyBlockPool
+from whimbrel.inference.paged_cache import PagedBatch
 from whimbrel.models import GPTConfig
 
 SHAPE = GPTConfig(num_layers=1, embd_size=2, num_heads=1)
