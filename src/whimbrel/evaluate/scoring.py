@@ -23,8 +23,8 @@ from whimbrel.tokenization import Tokenizer
 
 __all__ = ["Pair", "Score", "Scorer", "Window", "is_truncated", "score", "windows"]
 
-MAX_BATCH_TOKENS = {"cpu": 2**12, "cuda": 2**14}
-"""Maximum number of tokens of one forward pass, by device type; the KV cache has room for as many."""
+MAX_BATCH_TOKENS = 2**16
+"""Maximum number of tokens of one forward pass."""
 MAX_LOGITS = {"cpu": 2**26, "cuda": 2**28}
 """Maximum number of logits of one forward pass, by device type: 256 MiB and 1 GiB in fp32."""
 
@@ -95,11 +95,8 @@ def score(
     ]
     remaining.sort(key=lambda each: len(each[1].inputs), reverse=True)
     device_type = model.token_embedding.weight.device.type
-    limits = device_type if device_type in MAX_LOGITS else "cpu"
-    max_targets = max(1, MAX_LOGITS[limits] // model.config.padded_vocab_size)
-    # Logits are computed for targets only, often a small part of the inputs.
-    targets_per_input = max((len(window.targets) / len(window.inputs) for _, window in remaining), default=1.0)
-    max_tokens = min(MAX_BATCH_TOKENS[limits], int(max_targets / targets_per_input))
+    max_logits = MAX_LOGITS.get(device_type, MAX_LOGITS["cpu"])
+    max_tokens = min(MAX_BATCH_TOKENS, max(1, max_logits // model.config.padded_vocab_size))
     sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
     while remaining:
         max_batch = min(batch_size or max_tokens, max_tokens, len(remaining))

@@ -126,7 +126,7 @@ def test_logits_of_a_forward_pass_are_limited(scorer, monkeypatch):
 
 
 def test_batches_are_limited_by_tokens(scorer, monkeypatch):
-    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", {"cpu": 100})
+    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", 100)
     shapes = []
     hook = scorer.model.token_embedding.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
     try:
@@ -153,7 +153,7 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[int]:
 def test_batch_is_halved_on_out_of_memory(scorer, monkeypatch):
     pairs = [Pair(random_ids(size), [1, 2]) for size in range(1, 9)]
     expected = score(scorer.model, pairs)
-    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", {"cpu": 128})
+    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", 128)
     sizes = limit_memory(monkeypatch, 20)
     shown = CountingProgress()
     found = score(scorer.model, pairs, progress=shown)
