@@ -444,7 +444,7 @@ def test_invalid_cache_entries_are_rejected():
     states = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ConfigError, match=r"expected \(keys, values\) or \(keys, values, window\).*got 1 items"):
         DynamicCache([(states,)])
-    with pytest.raises(ConfigError, match="got the keys and values of layers twice"):
+    with pytest.raises(ConfigError, match="layer data in both"):
         DynamicCache([(states, states)], ddp_cache_data=[(states, states)])
     assert list(DynamicCache(build("llama").config)) == [(None, None, None)] * 4
 

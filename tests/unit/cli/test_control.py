@@ -125,7 +125,8 @@ def test_stop_evaluates_and_saves_and_abort_does_neither(
     ("arguments", "line"),
     [
         (["run", "die"], "unknown action 'die' (choose from: status, save, stop, save-stop, abort)"),
-        (["run", "stop"], "run is not running: it has no endpoint.json"),
+        (["run", "stop"], "no such run directory: run"),
+        ([".", "stop"], ". is not running: it has no endpoint.json"),
     ],
 )
 def test_error_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
