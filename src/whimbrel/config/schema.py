@@ -100,23 +100,23 @@ def _to_value(value: Any) -> Any:
 
 
 def check_known(
-    section: str, names: Iterable[str], known: Collection[str], nested: Mapping[str, str] | None = None
+    section: str, names: Iterable[str], known: Collection[str], nested: Mapping[str, list[str]] | None = None
 ) -> None:
     """Raise for keys that are not in `known`; `nested` has the full names of settings by their last part."""
     for name in names:
         if name not in known:
-            full_name = (nested or {}).get(name)
-            hint = did_you_mean(name, known) if full_name is None else f": did you mean '{_join(section, full_name)}'?"
+            full_names = [f"'{_join(section, full_name)}'" for full_name in (nested or {}).get(name, ())]
+            hint = f": did you mean {' or '.join(full_names)}?" if full_names else did_you_mean(name, known)
             raise ConfigError(f"unknown setting '{_join(section, name)}'{hint}")
 
 
-def _fields_of_sections(hints: Mapping[str, Any]) -> dict[str, str]:
-    """`section.name` of the fields of nested dataclasses, by name; the first section wins."""
-    names: dict[str, str] = {}
+def _fields_of_sections(hints: Mapping[str, Any]) -> dict[str, list[str]]:
+    """`section.name` of the fields of nested dataclasses, by name."""
+    names: dict[str, list[str]] = {}
     for section, kind in hints.items():
         if dataclasses.is_dataclass(kind):
             for field in dataclasses.fields(kind):
-                names.setdefault(field.name, f"{section}.{field.name}")
+                names.setdefault(field.name, []).append(f"{section}.{field.name}")
     return names
 
 

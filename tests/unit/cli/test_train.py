@@ -122,6 +122,10 @@ def test_timed_saves_can_be_turned_off(folder: Path) -> None:
         (["train", "none.toml"], "whimbrel: no such configuration file: none.toml"),
         (["train", "recipe.toml", "--optim.lrr=1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'lr'?"),
         (["train", "recipe.toml", "--lr=1"], "whimbrel: unknown setting 'lr': did you mean 'optim.lr'?"),
+        (
+            ["train", "recipe.toml", "--name=x"],
+            "whimbrel: unknown setting 'name': did you mean 'optim.name' or 'schedule.name'?",
+        ),
         (["train", "recipe.toml", "--train.steps=x"], "whimbrel: train.steps: expected an integer, got 'x'"),
         (
             ["train", "recipe.toml", "extra"],
