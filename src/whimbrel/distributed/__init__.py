@@ -1,4 +1,4 @@
-"""Train models that do not fit on a device: activation checkpointing, the compiler's memory budget, and offload."""
+"""Distributed training: layouts, data, tensor and pipeline parallelism, and activation memory."""
 
 from whimbrel.distributed.activation_checkpoint import (
     activation_memory_budget,
@@ -6,5 +6,24 @@ from whimbrel.distributed.activation_checkpoint import (
     find_blocks,
     offload_activations,
 )
+from whimbrel.distributed.layout import Layout, ParallelConfig
+from whimbrel.distributed.strategy import clip_gradients_, gradient_norm, gradient_sync, shard_or_replicate, unwrap
+from whimbrel.distributed.tensor_parallel import apply_tensor_parallel
+from whimbrel.distributed.world import World, join_world
 
-__all__ = ["activation_memory_budget", "apply_activation_checkpointing", "find_blocks", "offload_activations"]
+__all__ = [
+    "Layout",
+    "ParallelConfig",
+    "World",
+    "activation_memory_budget",
+    "apply_activation_checkpointing",
+    "apply_tensor_parallel",
+    "clip_gradients_",
+    "find_blocks",
+    "gradient_norm",
+    "gradient_sync",
+    "join_world",
+    "offload_activations",
+    "shard_or_replicate",
+    "unwrap",
+]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from whimbrel.models.layers import (
 )
 from whimbrel.ops import attend, linear_cross_entropy
 
-__all__ = ["GPT", "IGNORE_INDEX", "Block", "GPTOutput"]
+__all__ = ["GPT", "IGNORE_INDEX", "Block", "GPTOutput", "GPTStage"]
 
 IGNORE_INDEX = -100
 """Labels with this value are excluded from the loss."""
@@ -101,6 +101,16 @@ class GPT(nn.Module):
 
     loss_type = "ForCausalLM"  # declares, as in transformers, that `labels` are shifted inside the model
     accepts_loss_kwargs = True  # transformers.Trainer then passes `num_items_in_batch`
+
+    tp_plan: ClassVar = {
+        "transformer.h.*.attn": "heads",
+        "transformer.h.*.attn.c_attn": "colwise",
+        "transformer.h.*.attn.q_norm": "replicated_with_grad_allreduce",
+        "transformer.h.*.attn.k_norm": "replicated_with_grad_allreduce",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    }
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -192,14 +202,7 @@ class GPT(nn.Module):
         logits = self.logits(kept) if return_logits else None
         if targets is None:
             return GPTOutput(None, logits)
-        loss_sum = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            self.lm_head.weight,
-            targets.flatten(),
-            vocab_size=self.config.vocab_size,
-            softcap=self.config.logit_softcap,
-            ignore_index=IGNORE_INDEX,
-        )
+        loss_sum = next_token_loss(self.config, hidden, self.lm_head.weight, targets)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
         return GPTOutput(loss_sum / num_items_in_batch, logits)
@@ -238,7 +241,8 @@ class GPT(nn.Module):
                 f"the cache was created for the padding of {positions.size(0)} sequences, got a batch of "
                 f"{input_ids.size(0)}: pass one padding length per sequence"
             )
-        x = self._embed(input_ids, positions)
+        self._check_ids(input_ids)
+        x = embed(self.transformer, config, input_ids, positions)
         # A copy, because torch.compile would compile the first block separately if two of its inputs were one tensor.
         x0 = x.clone() if config.embedding_skip else None
         rope = rope_table(config, positions) if config.position == "rope" else None
@@ -275,18 +279,6 @@ class GPT(nn.Module):
         if largest >= vocab_size:
             raise DataError(f"expected token ids from 0 to {vocab_size - 1}, got {largest}: use the model's tokenizer")
 
-    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        self._check_ids(input_ids)
-        x: Tensor = self.token_embedding(input_ids)
-        if self.config.position == "learned":
-            x = x + self.transformer["wpe"](positions.clamp(min=0))
-        if self.config.embedding_skip:
-            x = self.transformer["ln_e"](x)
-        # Autocast leaves embeddings in fp32. The residual stream is cast too: every block reads and writes it, so its
-        # bytes cost time.
-        device = input_ids.device.type
-        return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., vocab_size) of hidden states (..., width)."""
         logits: Tensor = self.lm_head(hidden)[..., : self.config.vocab_size]
@@ -310,6 +302,78 @@ class GPT(nn.Module):
         keys = sum(num_tokens if window is None else min(window, num_tokens) for window in config.windows)
         matmul_parameters = self.num_parameters() - lookup_rows * config.embd_size
         return 6 * matmul_parameters + 12 * config.num_heads * config.head_dim * keys
+
+
+def embed(parts: nn.ModuleDict, config: GPTConfig, input_ids: Tensor, positions: Tensor) -> Tensor:
+    """The input of the first block, (batch, tokens, width)."""
+    x: Tensor = parts["wte"](input_ids)
+    if config.position == "learned":
+        x = x + parts["wpe"](positions.clamp(min=0))
+    if config.embedding_skip:
+        x = parts["ln_e"](x)
+    # Autocast leaves embeddings in fp32. The residual stream is cast too: every block reads and writes it, so its
+    # bytes cost time.
+    device = input_ids.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def next_token_loss(
+    config: GPTConfig, hidden: Tensor, head: Tensor, targets: Tensor, *, inplace_backward: bool = True
+) -> Tensor:
+    """Cross-entropy of shifted targets (batch, tokens), summed in fp32; logits are not materialized."""
+    return linear_cross_entropy(
+        hidden.flatten(0, 1),
+        head,
+        targets.flatten(),
+        vocab_size=config.vocab_size,
+        softcap=config.logit_softcap,
+        ignore_index=IGNORE_INDEX,
+        inplace_backward=inplace_backward,
+    )
+
+
+class GPTStage(nn.Module):
+    """Consecutive blocks of a GPT for pipeline parallelism; parameters keep their names.
+
+    The first stage has the embedding and takes token ids; the last has the head and returns the loss, summed over
+    targets, with shape (1,). Others take and return the residual stream, and with `embedding_skip` also the embedding.
+    """
+
+    tp_plan = GPT.tp_plan
+
+    def __init__(self, model: GPT, layers: range) -> None:
+        super().__init__()
+        self.config, self.layers = model.config, layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == model.config.num_layers
+        parts = {name: part for name, part in model.transformer.items() if self.is_first and name not in ("h", "ln_f")}
+        parts["h"] = nn.ModuleDict({str(layer): model.transformer["h"][layer] for layer in layers})  # type: ignore[index]
+        if self.is_last:
+            parts["ln_f"] = model.transformer["ln_f"]
+            self.lm_head = model.lm_head
+        self.transformer = nn.ModuleDict(parts)
+
+    @property
+    def blocks(self) -> Iterator[Block]:
+        """The blocks of this stage, first to last."""
+        return iter(cast("Iterable[Block]", self.transformer["h"].values()))  # type: ignore[operator]
+
+    def forward(
+        self, x: Tensor, x0: Tensor | None = None, *, targets: Tensor, documents: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the stage on token ids (batch, tokens) or on the output of the stage before."""
+        config, positions = self.config, torch.arange(targets.size(1), device=targets.device)
+        if self.is_first:
+            x = embed(self.transformer, config, x, positions)
+            x0 = x.clone() if config.embedding_skip else None
+        rope = rope_table(config, positions) if config.position == "rope" else None
+        for layer, block in zip(self.layers, self.blocks, strict=True):
+            mask = causal_mask(positions, window=config.windows[layer], documents_BT=documents)
+            x = block(x, x0, rope, mask, None)
+        if not self.is_last:
+            return x if x0 is None else (x, x0)
+        hidden = self.transformer["ln_f"](x)
+        # Zero-bubble schedules run backward twice, for inputs and for weights.
+        return next_token_loss(config, hidden, self.lm_head.weight, targets, inplace_backward=False)[None]
 
 
 def _retie_head(model: GPT, _incompatible: object) -> None:

@@ -198,12 +198,18 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(
             self.num_heads * self.head_size, config.embd_size, bias=config.bias in ("all", "attention")
         )
+        rows = tuple(heads * self.head_size for heads in (self.num_heads, self.kv_heads, self.kv_heads))
+        self.c_attn.fused_rows = rows  # type: ignore[assignment] # tensor parallelism splits each of the three
         self.q_norm, self.k_norm = None, None
         if config.qk_norm != "none":
             affine = config.qk_norm == "weighted"
             self.q_norm, self.k_norm = (
                 Norm(self.head_size, kind="rms", eps=config.norm_eps, affine=affine) for _ in range(2)
             )
+
+    def split_heads(self, ranks: int) -> None:
+        """Compute the heads of one rank only, under tensor parallelism."""
+        self.num_heads, self.kv_heads = self.num_heads // ranks, self.kv_heads // ranks
 
     def forward(
         self, x_BTC: Tensor, rope: RopeTable | None, mask: Tensor | None, cached: CachedAttention | None
@@ -234,6 +240,7 @@ class MLP(nn.Module):
         bias = config.bias == "all"
         self.activation, self.gated = config.activation, config.gated_mlp
         self.c_fc = nn.Linear(config.embd_size, config.intermediate_size * (2 if self.gated else 1), bias=bias)
+        self.c_fc.fused_rows = (config.intermediate_size,) * (2 if self.gated else 1)  # type: ignore[assignment]
         self.c_proj = nn.Linear(config.intermediate_size, config.embd_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -48,12 +48,14 @@ def linear_cross_entropy(
     vocab_size: int,
     softcap: float | None = None,
     ignore_index: int = -100,
+    inplace_backward: bool = True,
 ) -> Tensor:
     """Sum of the cross-entropy over the targets that are not `ignore_index`, a 0-d fp32 tensor.
 
     Rows of `weight` from `vocab_size` on are padding and ignored. Under autocast, matmuls use its dtype. Targets
     outside the vocabulary raise `DataError` on a CPU; on a GPU they fail a device-side assertion, as in
     `torch.nn.functional.cross_entropy`, to avoid a synchronization.
+    `inplace_backward` saves memory; it must be False if the backward pass runs twice.
     """
     _check_targets(targets_N, vocab_size, ignore_index)
     device = hidden_NC.device.type
@@ -61,7 +63,7 @@ def linear_cross_entropy(
     grad_enabled = torch.is_grad_enabled()
     needs_grad = (grad_enabled and hidden_NC.requires_grad, grad_enabled and weight_VC.requires_grad)
     loss = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_NC, weight_VC, targets_N, vocab_size, softcap, ignore_index, dtype, needs_grad
+        hidden_NC, weight_VC, targets_N, vocab_size, softcap, ignore_index, dtype, needs_grad, inplace_backward
     )
     return cast(Tensor, loss)
 
@@ -93,6 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         dtype: torch.dtype,
         needs_grad: tuple[bool, bool],
+        inplace_backward: bool,
     ) -> Tensor:
         device = hidden.device.type
         with torch.autocast(device, enabled=False):
@@ -119,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     else:
                         grad_weight += logits.T @ hidden_cast[chunk]
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.dtypes, ctx.inplace = (hidden.dtype, weight.dtype), inplace_backward
         return losses.sum()
 
     @staticmethod
@@ -130,8 +133,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad_loss).to(hidden_dtype)
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad_loss).to(weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+            grad_weight = grad_weight.mul_(grad_loss) if ctx.inplace else grad_weight * grad_loss
+            grad_weight = grad_weight.to(weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def fused_loss_and_gradient_(

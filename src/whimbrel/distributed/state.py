@@ -1,0 +1,97 @@
+"""Complete tensors from the parts that ranks hold, and back: for checkpoints that any other layout can load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whimbrel.distributed.tensor_parallel import row_order
+
+__all__ = ["Part", "copy_full_", "full_state", "full_tensor", "local_part", "shard_like"]
+
+
+class Part(NamedTuple):
+    """The part of a sharded tensor that this rank holds."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+    """Index of its first element in the complete tensor."""
+    is_writer: bool
+    """False if another rank with the same part saves it."""
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
+def local_part(tensor: Any) -> Part:
+    """This rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    copies = [index for index, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()]
+    return Part(tensor.to_local(), tuple(offset), not any(copies))
+
+
+def full_tensor(tensor: Any, order: Tensor | None = None) -> Tensor:
+    """The complete tensor, on all ranks; `order` is that of its rows (see `row_orders`)."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    if order is not None:
+        restored = torch.empty_like(full)
+        restored[order.to(full.device)] = full
+        return restored
+    return full
+
+
+def copy_full_(target: Tensor, full: Tensor, order: Tensor | None = None) -> None:
+    """Copy a complete tensor to a parameter, of which each rank takes its part."""
+    if order is not None:
+        full = full[order.to(full.device)]
+    if is_sharded(target):
+        part = local_part(target)
+        index = tuple(slice(start, start + size) for start, size in zip(part.offset, part.local.shape, strict=True))
+        part.local.copy_(full[index])
+    else:
+        target.copy_(full)
+
+
+def shard_like(parameter: Any, full: Tensor) -> Tensor:
+    """A complete tensor with the shape of a sharded parameter, sharded like it."""
+    sharded: Tensor = torch.empty_like(parameter, dtype=full.dtype)
+    copy_full_(sharded, full)
+    return sharded
+
+
+def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gather parameters one by one to the host memory of rank 0; other ranks get nothing.
+
+    A state without sharded tensors is returned unchanged.
+    """
+    if not any(map(is_sharded, state.values())):
+        return dict(state)
+    orders, gathered = row_orders(model), {}
+    for name, tensor in state.items():
+        full = full_tensor(tensor, orders.get(name))
+        if dist.get_rank() == 0:
+            gathered[name] = full.cpu() if full is not tensor else tensor
+    return gathered
+
+
+def row_orders(model: nn.Module) -> dict[str, Tensor]:
+    """The order of rows of fused weights that tensor parallelism reordered, by parameter name."""
+    orders: dict[str, Tensor] = {}
+    module: Any
+    for prefix, module in model.named_modules():
+        ranks = getattr(module, "tp_ranks", 1)
+        if ranks > 1 and len(module.fused_rows) > 1:
+            order = row_order(module.fused_rows, ranks)
+            orders |= {f"{prefix}.{name}": order for name, _ in module.named_parameters(recurse=False)}
+    return orders

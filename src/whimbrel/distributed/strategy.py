@@ -1,0 +1,115 @@
+"""Data parallelism: DDP for replicas, FSDP2 for shards, and gradients that span several ranks.
+
+The loss of an optimizer step is one mean over all targets of all ranks and micro-batches. DDP and FSDP2 average
+gradients over ranks, so each rank divides its loss by (targets of all ranks) / (number of ranks).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whimbrel.distributed.activation_checkpoint import find_blocks
+from whimbrel.distributed.layout import ParallelConfig
+from whimbrel.distributed.world import World
+
+__all__ = ["clip_gradients_", "gradient_norm", "gradient_sync", "shard_or_replicate", "unwrap"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard_or_replicate(model: nn.Module, world: World, config: ParallelConfig, device: torch.device) -> nn.Module:
+    """Apply FSDP2 in place, or wrap the model in DDP; a model of one process is returned as it is."""
+    layout = world.layout
+    if world.mesh is None or config.strategy == "diloco":
+        return model
+    if layout.dp_shard > 1 or config.strategy in ("fsdp", "hsdp") or (layout.tp > 1 and layout.dp_replicate > 1):
+        _fully_shard(model, world, config)
+        return model
+    if layout.dp_replicate == 1 and (config.strategy != "ddp" or layout.world_size > 1):
+        return model
+    from torch.nn.parallel import DistributedDataParallel
+
+    device_ids = [device] if device.type == "cuda" else None
+    # Ranks start from equal weights (one seed, or one file), and buffers are not trained.
+    return DistributedDataParallel(
+        model, device_ids=device_ids, process_group=world.dp_group, init_sync=False, forward_sync_buffers=False,
+        gradient_as_bucket_view=True,
+    )  # fmt: skip
+
+
+def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    assert world.mesh is not None
+    mesh = world.mesh["dp_replicate", "dp_shard"] if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
+    dtype = None if config.param_dtype is None else DTYPES[config.param_dtype]
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32),
+        "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+    }
+    for block in find_blocks(model):
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    # What is left in the root (embedding, final norm, head) is used at both ends of the forward pass, and the backward
+    # pass starts with it: freeing it in between would only cost an all-gather.
+    fully_shard(model, reshard_after_forward=False, **options)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without the wrappers of DDP and torch.compile."""
+    inner: Any = getattr(model, "_orig_mod", model)
+    module: nn.Module = inner.module if type(inner).__name__ == "DistributedDataParallel" else inner
+    return module
+
+
+def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+    """Reduce gradients over ranks in the backward pass of the last micro-batch only."""
+    if (set_sync := getattr(model, "set_requires_gradient_sync", None)) is not None:  # FSDP2
+        set_sync(last)
+    elif not last and (no_sync := getattr(model, "no_sync", None)) is not None:  # DDP
+        return no_sync()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
+
+
+def gradient_norm(parameters: Iterable[Tensor], world: World) -> Tensor:
+    """The norm of all gradients together, over all shards and pipeline stages."""
+    groups: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            groups.setdefault(_placement(grad), []).append(grad)
+    norms: list[Any] = [nn.utils.get_total_norm(grads) for grads in groups.values()]
+    norms = [norm.full_tensor() if _placement(norm) is not None else norm for norm in norms]
+    norm: Tensor
+    if len(norms) == 1 and world.layout.pp == 1:
+        (norm,) = norms
+        return norm
+    square = torch.stack(norms).square().sum()
+    if world.layout.pp > 1:
+        assert world.mesh is not None
+        dist.all_reduce(square, group=world.mesh["pp"].get_group())
+    return square.sqrt()
+
+
+def clip_gradients_(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients, whose norm is `norm`, so that it is at most `max_norm`."""
+    if all(_placement(p) is None for p in parameters):
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is not None:
+            local = grad.to_local() if _placement(grad) is not None else grad
+            local.mul_(factor.to(local.device))
+
+
+def _placement(tensor: Any) -> Any:
+    """Mesh and placements of a DTensor; None for a regular tensor."""
+    return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "placements") else None

@@ -1,0 +1,156 @@
+"""The processes of a run: start and end of torch.distributed, ranks, the device mesh, and small collectives."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from whimbrel.base.errors import ConfigError, ParallelError
+from whimbrel.distributed.layout import SIZES, Layout, ParallelConfig, resolve_layout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["World", "join_world", "launched_processes"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Set by torchrun for every process."""
+EXIT_DELAY = 0.1
+"""Seconds for communication threads to finish before Python exits."""
+
+
+class World:
+    """This process and its peers. A single process is rank 0 of 1 and communicates with nobody."""
+
+    def __init__(self, layout: Layout | None = None, mesh: DeviceMesh | None = None) -> None:
+        self.layout, self.mesh = layout or Layout(), mesh
+        self.rank: int = 0 if mesh is None else dist.get_rank()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0)) if mesh is not None else 0
+        self.dp_rank, self.dp_size = 0, self.layout.dp
+        self.dp_group: dist.ProcessGroup | None = None
+        if mesh is not None:
+            data = mesh["dp_replicate", "dp_shard"]._flatten("dp")
+            self.dp_rank, self.dp_group = data.get_local_rank(), data.get_group()
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.layout.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which logs, runs callbacks and writes files."""
+        return self.rank == 0
+
+    def sum_over_data(self, value: Tensor) -> Tensor:
+        """Sum over the ranks that read different data."""
+        if self.dp_group is not None and self.dp_size > 1:
+            value = value.clone()
+            dist.all_reduce(value, group=self.dp_group)
+        return value
+
+    def sum_on_host(self, value: int) -> int:
+        """Sum a number over the ranks that read different data."""
+        if self.dp_size == 1:
+            return value
+        total = torch.tensor(value)
+        dist.all_reduce(total, group=self.dp_group)
+        return int(total)
+
+    def broadcast(self, value: T) -> T:
+        """The value of rank 0, on every rank."""
+        if self.size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0)
+        result: T = values[0]
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 and return its result on every rank. If it raises, every rank raises that error."""
+        if self.size == 1:
+            return action()
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = action(), None
+            except Exception as error:
+                outcome = None, error
+        result, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[no-any-return]
+
+
+def launched_processes() -> int:
+    """Number of processes according to the environment of torchrun; 1 without it."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not size.isdigit() or int(size) < 1:
+        raise ConfigError(f"expected a number of processes in WORLD_SIZE, got '{size}': start with torchrun or --nproc")
+    if int(size) > 1 and (missing := [name for name in LAUNCH_VARIABLES if name not in os.environ]):
+        raise ConfigError(
+            f"WORLD_SIZE={size}, but {', '.join(missing)} not set: start with torchrun or --nproc, or unset WORLD_SIZE"
+        )
+    return int(size)
+
+
+def join_world(config: ParallelConfig, device_type: str) -> World:
+    """Join the processes that torchrun or `--nproc` started; they are left when this process exits.
+
+    Without `[parallel]` settings and other processes, nothing is initialized.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else launched_processes()
+    if size == 1 and config == ParallelConfig():
+        return World()
+    from torch.distributed.device_mesh import init_device_mesh
+
+    layout = resolve_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    if not dist.is_initialized():
+        _init_process_group(config, device_type, size)
+        atexit.register(_leave)
+    mesh = init_device_mesh(device_type, tuple(getattr(layout, name) for name in SIZES), mesh_dim_names=SIZES)
+    return World(layout, mesh)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # A gloo thread that still frees the tensors of the last operation aborts the process when Python finalizes.
+        time.sleep(EXIT_DELAY)
+
+
+def _init_process_group(config: ParallelConfig, device_type: str, size: int) -> None:
+    """Initialize torch.distributed: NCCL between GPUs, and gloo for tensors in host memory."""
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    timeout = timedelta(seconds=config.timeout)
+    try:
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # one process that was not launched by torchrun
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=size, timeout=timeout)
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ParallelError(f"cannot connect {size} processes: {reason}") from error
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -1,0 +1,95 @@
+"""A pool of processes for tests on several ranks.
+
+Starting Python and importing torch takes seconds, so the processes live as long as the test session, and a job only
+opens a process group in some of them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 120
+"""Seconds until a collective operation fails, and until a job is given up."""
+
+
+class RankError(AssertionError):
+    """A job raised on one rank."""
+
+
+class Pool:
+    """Runs functions on `world_size` gloo ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._jobs = folder, 0
+        self._workers: list[tuple[mp.Process, Connection]] = []
+
+    def run(self, world_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `job(*args)` on every rank with torch.distributed initialized; returns the results by rank.
+
+        `job` is a function of a module. Raises RankError with the traceback of the first rank that failed.
+        """
+        context = mp.get_context("spawn")
+        while len(self._workers) < world_size:
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there,), daemon=True)
+            process.start()
+            self._workers.append((process, here))
+        self._jobs += 1
+        store = str(self._folder / f"store-{self._jobs}")
+        workers = self._workers[:world_size]
+        for rank, (_, pipe) in enumerate(workers):
+            pipe.send((store, rank, world_size, job, args))
+        results: dict[int, Any] = {}
+        ranks = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        while len(results) < world_size:
+            ready = wait([pipe for pipe, rank in ranks.items() if rank not in results], TIMEOUT)
+            if not ready:
+                self.close()
+                raise RankError(f"ranks {sorted(set(range(world_size)) - results.keys())} hang")
+            for pipe in ready:
+                rank = ranks[pipe]  # type: ignore[index]
+                error, results[rank] = pipe.recv()  # type: ignore[union-attr]
+                if error is not None:
+                    self.close()  # other ranks may wait for this one
+                    raise RankError(f"rank {rank}:\n{error}")
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the processes; the next job starts new ones."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _work(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            store, rank, world_size, job, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            file_store = dist.FileStore(store, world_size)
+            dist.init_process_group(
+                "gloo", store=file_store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
+            )
+            try:
+                result = job(*args)
+                dist.barrier()
+            finally:
+                dist.destroy_process_group()
+        except Exception:
+            pipe.send((traceback.format_exc(), None))
+        else:
+            pipe.send((None, result))
