@@ -40,7 +40,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) install --constraint constraints.txt --editable '.[dev,gguf,hf,hub,lowbit,plot,ray,serve,tensorboard]'
+	$(PIP) install --constraint constraints.txt --editable '.[dev,gguf,hf,hub,lowbit,plot,ray,remote,serve,tensorboard]'
 	@touch $@
 
 # For tests only: llama.cpp runs the GGUF files that `whimbrel export` writes.
