@@ -70,6 +70,8 @@ class SharingPattern(Enum):
     """The same on all ranks: rank 0 saves it, after an optional check that they agree."""
     PER_GROUP = "per_group"
     """One state per process group, saved by the group's lowest rank."""
+    SHARDED = "sharded"
+    """Each rank saves its parts of sharded tensors; any number of ranks loads the complete state."""
     PER_NODE = "per_node"
     """One state per machine, saved by its local rank 0."""
 
@@ -142,7 +144,7 @@ def locate(component: StateComponent, ranks: Ranks, groups: Mapping[str, Any]) -
     match component.sharing_pattern:
         case SharingPattern.GLOBAL | SharingPattern.REPLICATED:
             return Location(component.key, ranks.is_main)
-        case SharingPattern.PER_RANK:
+        case SharingPattern.PER_RANK | SharingPattern.SHARDED:
             return Location(f"{component.key}.rank-{ranks.rank:05d}", is_writer=True)
         case SharingPattern.PER_NODE:
             return Location(f"{component.key}.node-{ranks.node:05d}", ranks.local_rank == 0)

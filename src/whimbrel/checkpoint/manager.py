@@ -22,6 +22,7 @@ from whimbrel.base.lock import DirectoryLock
 from whimbrel.checkpoint.component import (
     DirectoryStateful,
     Ranks,
+    SharingPattern,
     StateComponent,
     check_components,
     check_skipped,
@@ -39,7 +40,7 @@ from whimbrel.checkpoint.manifest import (
     step_directories,
     verify_checkpoint,
 )
-from whimbrel.checkpoint.serialization import read_component
+from whimbrel.checkpoint.serialization import read_component, read_sharded_component
 from whimbrel.checkpoint.writer import ComponentSnapshot, HostBuffers, check_replication, write_checkpoint
 
 __all__ = ["CheckpointManager", "SavedCheckpoint", "rank_by_metric"]
@@ -349,6 +350,10 @@ class CheckpointManager:
 
     def _restore(self, chosen: Path, manifest: Manifest, selected: Sequence[StateComponent]) -> None:
         stems = {component.key: locate(component, self._ranks, self._groups).stem for component in selected}
+        for component in selected:
+            saved = manifest.components.get(component.key)
+            if saved is not None and "sharded" in (saved.pattern, component.sharing_pattern.value):
+                stems[component.key] = f"{component.key}.rank-00000" if saved.pattern == "sharded" else component.key
         missing = missing_on_this_rank(chosen, manifest, stems)
 
         def check_required() -> None:
@@ -362,7 +367,7 @@ class CheckpointManager:
                 if component.key in missing:
                     logger.warning("%s has no '%s': continuing without its state", chosen, component.key)
                 else:
-                    _restore(component, chosen, stems[component.key])
+                    _restore(component, chosen, stems[component.key], manifest)
 
         self._ranks.run(check_required)
         self._ranks.run(restore)
@@ -488,9 +493,12 @@ def _verify(path: Path, selected: Sequence[StateComponent], optional: Collection
     return manifest
 
 
-def _restore(component: StateComponent, path: Path, stem: str) -> None:
+def _restore(component: StateComponent, path: Path, stem: str, manifest: Manifest | None = None) -> None:
+    saved = None if manifest is None else manifest.components[component.key]
     try:
-        if isinstance(component.stateful, DirectoryStateful):
+        if saved is not None and saved.pattern == SharingPattern.SHARDED.value:
+            component.stateful.load_state_dict(read_sharded_component(path, component.key, saved.ranks))
+        elif isinstance(component.stateful, DirectoryStateful):
             component.stateful.load_directory(path / stem)
         else:
             component.stateful.load_state_dict(read_component(path, stem))

@@ -19,6 +19,7 @@ from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
 from whimbrel.base.files import parse_json
 from whimbrel.checkpoint import write_tensors
 from whimbrel.config import not_one_of
+from whimbrel.distributed.state import copy_full_, is_sharded, row_orders
 from whimbrel.models.families import TensorMapping
 from whimbrel.precision import FORMATS, RECIPES, QuantizedWeight, Recipe, WeightFormat, with_embeddings
 
@@ -317,6 +318,9 @@ def load_tensors(
 ) -> None:
     """Copy stored tensors into parameters, quantizing or dequantizing where the two differ."""
     parameters = dict(model.named_parameters())
+    if any(map(is_sharded, parameters.values())):
+        _load_sharded(model, files, matches)
+        return
     for mapping, name, quantized in matches:
         rows = parameters[mapping.name][mapping.rows]
         if quantized and weight_format is not None:
@@ -332,6 +336,20 @@ def load_tensors(
                 target.copy_(chunk.to(device=target.device, dtype=target.dtype))
         else:
             rows.copy_(stored)
+
+
+def _load_sharded(model: nn.Module, files: TensorFiles, matches: list[StoredTensor]) -> None:
+    """Copy stored tensors into parameters that are sharded over ranks, with one complete parameter in memory."""
+    orders, by_parameter = row_orders(model), dict[str, list[StoredTensor]]()
+    for match in matches:
+        by_parameter.setdefault(match.mapping.name, []).append(match)
+    for name, parameter in model.named_parameters():
+        full = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        for mapping, stored_name, _ in by_parameter[name]:
+            stored = _transposed(_read_float(files, stored_name), mapping)
+            _check_shape(files, stored_name, stored, full[mapping.rows].shape)
+            full[mapping.rows].copy_(stored)
+        copy_full_(parameter.detach(), full, orders.get(name))
 
 
 def stored_tensors(mappings: Iterable[TensorMapping], state: Mapping[str, Tensor]) -> dict[str, Tensor]:

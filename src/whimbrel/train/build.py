@@ -28,10 +28,13 @@ from whimbrel.checkpoint import read_manifest as read_checkpoint_manifest
 from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.data.shards import has_split
 from whimbrel.distributed import (
+    World,
     activation_memory_budget,
     apply_activation_checkpointing,
+    apply_tensor_parallel,
     find_blocks,
     offload_activations,
+    shard_or_replicate,
 )
 from whimbrel.model_io import load_model
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
@@ -126,13 +129,13 @@ class RunParts:
     callbacks: list[Any]
 
 
-def build_run(config: RunConfig, sample_func: SampleFunction | None = None) -> RunParts:
+def build_run(config: RunConfig, world: World, sample_func: SampleFunction | None = None) -> RunParts:
     """Build the model, data, tokenizer and callbacks; `sample_func` replaces the inference engine for `[sample]`."""
     device = choose_device(config.train.device)
     config = _with_recorded_micro_batch(config)
     model = _initial_model(config)
     micro_batch = choose_micro_batch(config, model, device)
-    loader = _build_train_loader(config, device, micro_batch)
+    loader = _build_train_loader(config, device, micro_batch, world)
     recorded = replace(config, train=replace(config.train, micro_batch=micro_batch, device=str(device)))
     tokenizer = _find_tokenizer(config, loader.eot_id)
     return RunParts(
@@ -278,7 +281,8 @@ def _resolve_steps(config: RunConfig, batches: TokenBatches) -> RunConfig:
     """Convert the run length to steps and tokens_per_step to gradient accumulation."""
     train = config.train
     assert train.micro_batch is not None
-    accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
+    micro_batch = train.micro_batch * batches.loader.world_size
+    accumulation = accumulation_steps(config.tokens_per_step, micro_batch, config.sequence_length)
     if train.tokens is not None:
         steps = train.tokens // config.tokens_per_step
     else:
@@ -289,12 +293,14 @@ def _resolve_steps(config: RunConfig, batches: TokenBatches) -> RunConfig:
     )
 
 
-def _build_train_loader(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader:
+def _build_train_loader(config: RunConfig, device: torch.device, micro_batch: int, world: World) -> TokenDataLoader:
     """The training tokens; a token id outside the model's vocabulary raises when it is read."""
     loader = TokenDataLoader(
         config.data.path,
         micro_batch,
         config.sequence_length,
+        rank=world.dp_rank,
+        world_size=world.dp_size,
         device=device,
         seed=config.data.shuffle_seed,
         documents=config.data.documents,
@@ -447,17 +453,24 @@ def set_compile_cache() -> None:
     os.environ.setdefault(COMPILE_CACHE, str(cache))
 
 
-def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
-    """Convert linears, move the model to `device`, apply activation checkpointing and compile, all in place."""
+def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, world: World) -> nn.Module:
+    """Convert linears, move to `device`, split layers, checkpoint activations, compile and shard.
+
+    All in place, except that DDP wraps the model.
+    """
     train = config.train
     if train.linear_recipe is not None:
         alignment = None if train.fp8_recipe is None else train.fp8_dim_alignment
         prepare(model, train.linear_recipe, device=device, precision=train.precision, fp8_dim_alignment=alignment)
     model.to(device)
+    if world.layout.tp > 1:
+        assert world.mesh is not None
+        apply_tensor_parallel(model, world.mesh["tp"])
     if train.recompute != "none":
         apply_activation_checkpointing(model, train.recompute, compiled=train.compile)
     if train.compile:
         _compile(model, config, device)
+    return shard_or_replicate(model, world, config.parallel, device)
 
 
 def _compile(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:

@@ -39,6 +39,8 @@ from whimbrel.checkpoint import (
 )
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
+from whimbrel.distributed import World, unwrap
+from whimbrel.distributed.state import full_state, is_sharded, shard_like
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT
 from whimbrel.optim import OptimizerInBackward, Schedule, restore_optimizer
@@ -72,6 +74,7 @@ class CheckpointMixin(ABC):
     config: TrainerConfig
     args: Any
     device: torch.device
+    world: World
     model: nn.Module | None
     processing_class: Any
     optimizer: Optimizer | None
@@ -111,7 +114,7 @@ class CheckpointMixin(ABC):
         """The model as it was passed in, without wrappers from compiling or sharding."""
         if self.model is None:
             raise ConfigError("expected a model, got none yet: model_init is called when training or evaluation starts")
-        return getattr(self.model, "_orig_mod", self.model)
+        return unwrap(self.model)
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write only the weights and processing_class; existing files are replaced only with overwrite_output_dir.
@@ -168,7 +171,9 @@ class CheckpointMixin(ABC):
         components = [StateComponent("model", model_state(self.unwrapped_model(), self.processing_class), shared)]
         if self.optimizer is not None and self.lr_scheduler is not None:
             optimizer, scheduler = self._optimizer_components()
-            components.append(StateComponent("optimizer", optimizer, shared, required=False))
+            sharded = any(map(is_sharded, self.unwrapped_model().parameters()))
+            pattern = SharingPattern.SHARDED if sharded else shared
+            components.append(StateComponent("optimizer", optimizer, pattern, required=False))
             components.append(StateComponent("scheduler", scheduler, shared, required=False))
         components.append(StateComponent("trainer", self, shared))
         if self.train_dataloader is not None:
@@ -229,14 +234,15 @@ class CheckpointMixin(ABC):
         if config.resume.path is not None:
             self.load_checkpoint(self._resolve_checkpoint(config.resume.path))
         elif config.overwrite_output_dir and (self._from_config or not config.resume.latest):
-            clear_directory(config.output_dir)
-        elif step_directories(config.output_dir):
+            self.world.on_main(partial(clear_directory, config.output_dir))
+        elif self.world.on_main(lambda: bool(step_directories(config.output_dir))):
             self.load_checkpoint()
         if config.log.dir is None:
             self.args.logging_dir = events_folder(config.output_dir) or self.args.logging_dir
         self.checkpoint_manager.clean_up(self.state.global_step)
         if self.state.global_step < self.state.max_steps:
-            record_settings(self._recorded_config, resumed=self.resumed_from is not None)
+            resumed = self.resumed_from is not None
+            self.world.on_main(partial(record_settings, self._recorded_config, resumed=resumed))
 
     def _resolve_checkpoint(self, path: Path) -> Path:
         """A checkpoint path, also by its name in `transformers`: `output_dir/checkpoint-500`."""
@@ -341,7 +347,7 @@ class GPTState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters; tied parameters appear once, quantized ones as codes and scales."""
-        return weight_state_dict(self._model)
+        return full_state(self._model, weight_state_dict(self._model))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy parameters in place."""
@@ -603,6 +609,7 @@ class OptimizerState:
                 restore_optimizer(self.optimizer, saved)
             else:
                 self._restore_user_optimizer(saved, state["started"])
+            _shard_states(self.optimizer)
         except (ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the optimizer state in the checkpoint does not match the parameters or settings of the run "
@@ -628,6 +635,15 @@ class OptimizerState:
                         "checkpoint", name, changed.pop(name), saved_initial[name],
                     )  # fmt: skip
             group.update(changed)
+
+
+def _shard_states(optimizer: Optimizer) -> None:
+    """Shard states that were loaded as complete tensors like their parameters."""
+    for parameter, state in optimizer.state.items():
+        if is_sharded(parameter):
+            for name, value in state.items():
+                if isinstance(value, Tensor) and not is_sharded(value) and value.shape == parameter.shape:
+                    state[name] = shard_like(parameter, value)
 
 
 class SchedulerState:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -25,7 +23,6 @@ __all__ = [
     "check_datasets",
     "check_metric",
     "check_no_trial",
-    "check_single_process",
     "check_train_dataset",
     "reject_unknown_arguments",
     "reject_wrapped_model",
@@ -34,19 +31,6 @@ __all__ = [
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 """torch wrappers that spread a model over several devices."""
-
-
-def check_single_process() -> None:
-    """Raise if WORLD_SIZE (torchrun) or the process group indicates more than one process.
-
-    Each would train on the same data and write to the same directory.
-    """
-    world_size = os.environ.get("WORLD_SIZE", "")
-    size, source = (int(world_size) if world_size.isdigit() else 1), f"WORLD_SIZE={world_size}"
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        size, source = dist.get_world_size(), f"a process group of {dist.get_world_size()}"
-    if size > 1:
-        raise ConfigError(f"distributed training is not supported yet: expected one process, got {source}")
 
 
 def check_no_trial(trial: object) -> None:
@@ -60,11 +44,13 @@ def reject_wrapped_model(model: nn.Module) -> None:
     for module in model.modules():
         kind = _torch_class(type(module), WRAPPERS)
         if kind is not None:
-            raise ConfigError(f"distributed training is not supported yet: expected an unwrapped model, got a {kind}")
+            raise ConfigError(
+                f"expected an unwrapped model, got a {kind}: set parallel.strategy, and the trainer wraps the model"
+            )
     for name, parameter in model.named_parameters():
         if _torch_class(type(parameter.data), {"DTensor"}) or _torch_class(type(parameter), {"DTensor"}):
             raise ConfigError(
-                f"distributed training is not supported yet: expected regular parameters, got a DTensor for '{name}'"
+                f"expected regular parameters, got a DTensor for '{name}': set parallel.strategy to shard them"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import apply_overrides, build, check_unused, convert, load_toml, resolve_none, to_table
+from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.model_io.llama2c import read_llama2c_config
 from whimbrel.model_io.load import read_config, resolve_model
 from whimbrel.models import GPTConfig, preset
@@ -383,6 +384,8 @@ class TrainerConfig:
     """Exponential moving average of the weights."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     """Detect a diverging training loss."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Several processes: strategy and mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whimbrel.base.errors import DataError
+from whimbrel.distributed import unwrap
 from whimbrel.models import IGNORE_INDEX
 
 __all__ = [
@@ -163,9 +164,10 @@ class ModelObjective(Objective):
         """Read the signature of the model's forward, once."""
         if self._model is model:
             return
-        parameters = inspect.signature(model.forward).parameters
+        inner = unwrap(model)
+        parameters = inspect.signature(inner.forward).parameters
         self._model, self._first_outputs = model, None
-        self._shifts = _shifts_labels(model)
+        self._shifts = _shifts_labels(inner)
         self._parameters = frozenset(parameters)
         self._is_gpt = {"targets", "num_items_in_batch", "return_logits"} <= self._parameters
         self._has_var_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from whimbrel.distributed import World, clip_gradients_, gradient_norm, gradient_sync
 from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision
 from whimbrel.train.batches import Batches, token_count
@@ -78,6 +79,8 @@ class TrainStep:
     """The learning rate to report."""
     training_step: Callable[[Any, Tensor], Tensor] | None = None
     """A subclass's `training_step(batch, num_items)`, which replaces our forward and backward pass."""
+    world: World = field(default_factory=World)
+    """The processes that train together."""
     clip: float | None = None
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     _parameters: list[nn.Parameter] = field(init=False)
@@ -97,28 +100,34 @@ class TrainStep:
         if not micro_batches:
             return None
 
-        # The step's loss is one mean over the targets of all micro-batches, so all are counted before the first
-        # backward pass, and each loss is divided by the total.
+        # The step's loss is one mean over the targets of all micro-batches of all ranks, so all are counted before the
+        # first backward pass, and each loss is divided by the total.
         with self.precision.autocast():
             counts = [self.objective.count(self.model, batch) for batch in micro_batches]
-        num_items = torch.stack(counts).sum().clamp(min=1)
+        num_items = self.world.sum_over_data(torch.stack(counts).sum()).clamp(min=1)
+        if self.world.dp_size > 1:
+            num_items = num_items / self.world.dp_size  # the mean of the ranks' gradients is then the gradient
         loss = torch.zeros((), device=num_items.device)
         extra: dict[str, Tensor] = {}
         for index, batch in enumerate(micro_batches, start=1):
-            if self.training_step is not None:
-                output = LossOutput(self.training_step(batch, num_items))  # runs its own backward pass
-            else:
-                with self.precision.autocast():
-                    output = self.objective(self.model, batch, num_items)
-            assert output.loss is not None
-            if self.training_step is None:
-                self.precision.scale(output.loss).backward()
+            with gradient_sync(self.model, last=index == len(micro_batches)):
+                if self.training_step is not None:
+                    output = LossOutput(self.training_step(batch, num_items))  # runs its own backward pass
+                else:
+                    with self.precision.autocast():
+                        output = self.objective(self.model, batch, num_items)
+                assert output.loss is not None
+                if self.training_step is None:
+                    self.precision.scale(output.loss).backward()
             loss += output.loss.detach()
             for name, value in output.metrics.items():
                 extra[name] = extra.get(name, 0.0) + value.detach()
             if index < len(micro_batches):
                 self.dispatch("on_substep_end")
 
+        if self.world.dp_size > 1:
+            loss, *means = self.world.sum_over_data(torch.stack([loss, *extra.values()])) / self.world.dp_size
+            extra = dict(zip(extra, means, strict=True))
         norm = self._clip_gradients()
         lr = self.lr()
         self.dispatch("on_pre_optimizer_step")
@@ -132,7 +141,7 @@ class TrainStep:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-        tokens = sum(token_count(batch) for batch in micro_batches)
+        tokens = self.world.sum_on_host(sum(token_count(batch) for batch in micro_batches))
         values = _copy_to_host(loss, norm, *extra.values())
         self._step_end = self.stopwatch.mark()  # after the copy: once the device has passed it, the values are there
         self._pending.append(_PendingMetrics(step, values, tuple(extra), lr, tokens, start, self._step_end, skipped))
@@ -165,9 +174,9 @@ class TrainStep:
             if self.clip is not None:
                 self.optimizer.clip_(self.clip, norm)
             return norm
-        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        norm = gradient_norm(self._parameters, self.world)
         if self.clip is not None:
-            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
+            clip_gradients_(self._parameters, self.clip, norm)
         return norm
 
 

@@ -7,8 +7,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from torch import nn
 from whimbrel.base.errors import ConfigError, TrainingError
 from whimbrel.checkpoint import CheckpointManager, RNGState
 from whimbrel.data import TokenDataLoader
+from whimbrel.distributed import World, join_world
 from whimbrel.models import GPT
 from whimbrel.optim import parameter_table, resolve_steps
 from whimbrel.precision import MixedPrecision
@@ -73,6 +74,8 @@ class _Session:
     save_is_due: bool = False
     """Whether a save is scheduled at this step by the config (not only requested by a callback or signal)."""
     saved_at: float = field(default_factory=time.monotonic)
+    save_is_overdue: bool = False
+    """Whether the last save is longer ago than `checkpoint.every_minutes`."""
     extra_metrics: dict[str, float] = field(default_factory=dict)
     """Extra metrics from the objective for the last reported step."""
 
@@ -87,6 +90,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
     """
 
     _session: _Session | None = None
+    _agreed_signal: signal.Signals | None = None
+    _callbacks_drain: bool = False
     _requested_config: RunConfig | None = None
     """The configuration that `from_config` was called with."""
 
@@ -107,9 +112,9 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         optimizers: tuple[build.OptimizerChoice, build.SchedulerChoice] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        world: World | None = None,
         **unknown: Any,
     ) -> None:
-        checks.check_single_process()
         checks.reject_unknown_arguments(type(self), BaseTrainer.__init__, unknown)
         check_overrides(self)
         checks.check_arguments(args, model, model_init, processing_class)
@@ -126,6 +131,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
                 "model_init, or pass the model in that dtype"
             )
         self.device = choose_device(self.config.train.device)
+        self.world = join_world(self.config.parallel, self.device.type) if world is None else world
         self.model, self.model_init = model, model_init
         self.data_collator = data_collator or collate
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -140,8 +146,9 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.optimizer, self.lr_scheduler = None, None
         self.train_dataloader, self.eval_dataloader = None, None
         self.precision = MixedPrecision(self.config.train.precision, self.device)
-        self.is_local_process_zero, self.is_world_process_zero = ProcessFlag(1), ProcessFlag(1)
-        self.num_processes = 1
+        self.is_local_process_zero = ProcessFlag(self.world.local_rank == 0)
+        self.is_world_process_zero = ProcessFlag(self.world.is_main)
+        self.num_processes = self.world.size
         self.accelerator = Accelerator(self.precision)
         if compute_metrics is not None:
             self.compute_metrics = compute_metrics
@@ -176,8 +183,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         `callbacks` and those that the configuration enables are added to the defaults. `sample_func` generates the text
         for `[sample]` instead of the inference engine.
         """
-        checks.check_single_process()
-        parts = build.build_run(config, sample_func)
+        world = join_world(config.parallel, choose_device(config.train.device).type)
+        parts = build.build_run(config, world, sample_func)
         trainer = cls(
             parts.config,
             parts.model,
@@ -185,6 +192,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             eval_dataset=parts.eval_loader,
             processing_class=parts.tokenizer,
             callbacks=[*(callbacks or ()), *parts.callbacks],
+            world=world,
         )
         trainer._requested_config, trainer._recorded_config = config, parts.recorded_config
         return trainer
@@ -210,7 +218,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
 
     def dispatch(self, event: str, *, state: TrainerState | None = None, **kwargs: Any) -> TrainerControl:
         """Dispatch an event to the callbacks, with the current state or the one passed in, and return the control."""
-        for callbacks in (self._log_file, self.callbacks):
+        for callbacks in (self._log_file, self.callbacks) if self.world.is_main else ():
             if callbacks.handles(event):
                 self.control = callbacks.dispatch(
                     event, self.control, args=self.args, state=state or self.state,
@@ -238,14 +246,25 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
     @property
     def received_signal(self) -> signal.Signals | None:
         """The signal that stopped the last `train()`, or is about to stop it."""
-        return self._signals.received
+        return self._signals.received if self.world.size == 1 else self._agreed_signal
 
     @property
     def is_draining(self) -> bool:
         """Whether the run must save and stop immediately without evaluating, to be resumed later."""
-        return self.received_signal is not None or any(
-            getattr(callback, "is_draining", False) for callback in self.callbacks
-        )
+        return self.received_signal is not None or self._callbacks_drain
+
+    def _agree(self, session: _Session) -> None:
+        """Let every rank decide alike: as the callbacks and the clock of rank 0, and by a signal to any rank."""
+        self._callbacks_drain = any(getattr(callback, "is_draining", False) for callback in self.callbacks)
+        session.save_is_overdue = self._save_is_overdue(session)
+        if self.world.size == 1:
+            return
+        received = self._signals.received
+        flags = (asdict(self.control), session.save_is_due, session.save_is_overdue, self._callbacks_drain)
+        ranks = self.world.gather((received, flags))
+        self._agreed_signal = next((found for found, _ in ranks if found is not None), None)
+        control, session.save_is_due, session.save_is_overdue, self._callbacks_drain = ranks[0][1]
+        self.control = TrainerControl(**control)
 
     # Training
 
@@ -270,15 +289,26 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             path = None if latest or isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
             self.config = replace(original_config, resume=replace(original_config.resume, latest=latest, path=path))
         try:
-            with self.checkpoint_manager.lock:  # before anything in the directory is read, changed or removed
-                check_directory(self.config, explicit=not self._from_config)
-                with self._torch_settings():
-                    self._prepare_model()
-                    self._prepare_training()
-                    with self._signals:
-                        return self._train_loop()
+            # The lock comes before anything in the directory is read, changed or removed.
+            with self._lock(), self._torch_settings():
+                self._prepare_model()
+                self._prepare_training()
+                with self._signals:
+                    return self._train_loop()
         finally:
             self.config, self._ignore_keys = original_config, None
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Lock and check the run directory, on rank 0 for all ranks."""
+        with contextlib.ExitStack() as stack:
+
+            def enter() -> None:
+                stack.enter_context(self.checkpoint_manager.lock)
+                check_directory(self.config, explicit=not self._from_config)
+
+            self.world.on_main(enter)
+            yield
 
     def _prepare_model(self) -> None:
         """Create the model if there is none, and wrap it; does nothing the second time."""
@@ -287,7 +317,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         if self.model is None:
             self.model = self.call_model_init()
         if not self._is_wrapped:
-            build.wrap_model(self.model, self.config, self.device)
+            self.model = build.wrap_model(self.model, self.config, self.device, self.world)
             self._is_wrapped = True
 
     def _prepare_training(self) -> None:
@@ -368,6 +398,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             objective=self._counting_objective(self._objective_for(self.train_dataloader), "training_step"),
             training_step=self._overridden_training_step(self.model),
             precision=self.precision,
+            world=self.world,
             accumulation=config.train.accumulation or 1,
             stopwatch=Stopwatch(self.device),
             dispatch=self.dispatch,
@@ -447,6 +478,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             state.epoch = batches.epoch
             self._request_due_actions(session)
             self.dispatch("on_step_end")
+            self._agree(session)
             self._check_signal("on_step_end")
         epoch_ended = tokens is None or self.control.should_epoch_stop or batches.exhausted()
         if epoch_ended:
@@ -511,7 +543,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
                 session.save_is_due |= config.checkpoint.at_end
             control.should_save |= config.checkpoint.at_end
         requested = control.should_log or control.should_evaluate or control.should_save
-        if final or requested or self._save_is_overdue(session):
+        if final or requested or session.save_is_overdue:
             self.flush_metrics()
             for action in (self._log_step, self._evaluate_step, self._save_step):
                 if not self.control.should_abort_without_save:
@@ -611,11 +643,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
     def _save_step(self, session: _Session) -> None:
         """Save if requested, or make a temporary save without a metric if the last save is too long ago."""
         requested = self.control.should_save
-        if (
-            (requested or self._save_is_overdue(session))
-            and self.state.global_step > 0
-            and self._claim(session, "save")
-        ):
+        if (requested or session.save_is_overdue) and self.state.global_step > 0 and self._claim(session, "save"):
             with contextlib.suppress(OSError):  # logged when it fails; raised at the end if it was the last save
                 self.save_checkpoint() if requested else self.save_checkpoint(temporary=True)
             session.saved_at = time.monotonic()

@@ -1,9 +1,7 @@
-"""Several processes and models wrapped for several devices raise an error."""
+"""Models wrapped for several devices, and half an environment of torchrun, raise an error."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import dump_toml, to_table
 from whimbrel.train import BaseTrainer, RunConfig, Trainer
 
 Make = Callable[..., Any]
@@ -31,35 +28,15 @@ def group(tmp_path: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", [BaseTrainer, Trainer, None])
-def test_several_processes_raise(
-    kind: type, args: Make, net: Make, data: Make, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+def test_world_size_without_torchrun_raises(
+    args: Make, net: Make, data: Make, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build() -> None:
-        Trainer.from_config(make_run()) if kind is None else kind(args(), net(), train_dataset=data())
-
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="distributed training is not supported yet: .* got WORLD_SIZE=2$"):
-        build()
+    for build in (lambda: Trainer.from_config(make_run()), lambda: BaseTrainer(args(), net(), train_dataset=data())):
+        with pytest.raises(ConfigError, match="WORLD_SIZE=2, but RANK, .* not set: start with torchrun"):
+            build()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    build()
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    with pytest.raises(ConfigError, match="got a process group of 3$"):
-        build()
-
-
-def test_torchrun_with_two_processes_fails_with_one_line_each(make_run: MakeRun, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(dump_toml(to_table(make_run())))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    done = subprocess.run(
-        [*launch, "-m", "whimbrel", "train", str(recipe)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert "distributed training is not supported yet" in done.stderr
-    assert not (tmp_path / "run").exists()
+    Trainer.from_config(make_run())
 
 
 def wrapped(kind: str, net: nn.Module) -> nn.Module:
@@ -90,8 +67,8 @@ def wrapped(kind: str, net: nn.Module) -> nn.Module:
 @pytest.mark.usefixtures("group")
 def test_wrapped_or_sharded_models_raise(kind: str, args: Make, net: Make, data: Make) -> None:
     model = wrapped(kind, net())
-    with pytest.raises(ConfigError, match=f"distributed training is not supported yet: expected .* got a {kind}"):
+    with pytest.raises(ConfigError, match=f"expected .* got a {kind}"):
         Trainer(args(), nn.Sequential(model), train_dataset=data())
     trainer = Trainer(args(), model_init=lambda: model, train_dataset=data())
-    with pytest.raises(ConfigError, match="distributed training is not supported yet"):
+    with pytest.raises(ConfigError, match="expected .* set parallel.strategy"):
         trainer.train()
