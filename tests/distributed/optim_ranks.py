@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.distributed.launch import RANKS, error_of, process_group
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -18,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from whimbrel.base.errors import WhimbrelError
+from whimbrel.distributed import check_replicas
 from whimbrel.optim import (
     AdamW8bit,
     Apollo,
@@ -28,13 +29,12 @@ from whimbrel.optim import (
     LDAdam,
     LowRankOptimizer,
     QGaLore,
-    check_replicas,
     project_in_backward,
     step_in_backward,
 )  # fmt: skip
 from whimbrel.precision import quantize_
 
-BATCH, STEPS = 32, 14
+RANKS, BATCH, STEPS = 2, 32, 14
 Make = Callable[[Iterable[Tensor]], LowRankOptimizer | GaLore]
 RIGHT = {"side": "right"}
 LOW = {"lr": 1e-3, "rank": 4, "gap": 4}
@@ -358,8 +358,17 @@ def checkpoints(rank: int, run: Path) -> dict[str, Any]:
     return results
 
 
-def run_rank(rank: int, port: int, run: Path) -> None:
-    """Run everything on one rank and save the results to RANK.pt."""
-    with process_group(rank, port):
-        parts = {"replicas": replicas(rank), "projections": projections(rank), "shards": shards(rank)}
-        torch.save(parts | {"checkpoints": checkpoints(rank, run)}, run / f"{rank}.pt")
+def error_of(call: Callable[[], Any]) -> str:
+    """The error that the call raises, as `Type: message`, or "no error"."""
+    try:
+        call()
+    except WhimbrelError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def run_rank(run: Path) -> None:
+    """Run everything and save the results of this rank to RANK.pt."""
+    rank = dist.get_rank()
+    parts = {"replicas": replicas(rank), "projections": projections(rank), "shards": shards(rank)}
+    torch.save(parts | {"checkpoints": checkpoints(rank, run)}, run / f"{rank}.pt")

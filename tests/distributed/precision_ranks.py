@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests.distributed.launch import RANKS, process_group
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.precision import prepare
 
-ROWS, STEPS = 2, 6
+RANKS, ROWS, STEPS = 2, 2, 6
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "int8-dynamic-act-int4-weight", "int4-weight-only")
 
 
@@ -59,16 +58,15 @@ def single_process(recipe: str) -> dict[str, Tensor]:
     return {"losses": torch.tensor(losses), **weights(gpt)}
 
 
-def run_rank(rank: int, port: int, folder: Path) -> None:
+def run_rank(folder: Path) -> None:
     """Train each recipe under FSDP2 and save losses and weights to RANK.pt."""
-    with process_group(rank, port):
-        mesh = init_device_mesh("cpu", (RANKS,))
-        results = {}
-        for recipe in RECIPES:
-            gpt = model(recipe)
-            for part in (*gpt.blocks, gpt):
-                fully_shard(part, mesh=mesh)
-            losses = torch.tensor(train(gpt, [rank]))
-            dist.all_reduce(losses)
-            results[recipe] = {"losses": losses / RANKS, **weights(gpt)}
-        torch.save(results, folder / f"{rank}.pt")
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,))
+    results = {}
+    for recipe in RECIPES:
+        gpt = model(recipe)
+        for part in (*gpt.blocks, gpt):
+            fully_shard(part, mesh=mesh)
+        losses = torch.tensor(train(gpt, [rank]))
+        dist.all_reduce(losses)
+        results[recipe] = {"losses": losses / RANKS, **weights(gpt)}
+    torch.save(results, folder / f"{rank}.pt")

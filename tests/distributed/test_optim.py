@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed import optim_ranks as job
-from tests.distributed.launch import RANKS, launch
+from tests.distributed.pool import Pool
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -22,7 +22,7 @@ Results = list[dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints written by one process and by two, and the results of the two ranks."""
     folder = tmp_path_factory.mktemp("run")
     for name, make in MAKES.items():
@@ -30,13 +30,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         optimizer = make(net.parameters())
         job.train(net, optimizer, range(HALF))
         job.save(folder / f"one {name}", net, optimizer)
-    launch(job.run_rank, folder)
+    pool.run(job.RANKS, job.run_rank, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(run: Path) -> Results:
-    return [torch.load(run / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return [torch.load(run / f"{rank}.pt", weights_only=True) for rank in range(job.RANKS)]
 
 
 def single_process(make: job.Make, steps: int = job.STEPS) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed import precision_ranks as job
-from tests.distributed.launch import RANKS, launch
+from tests.distributed.pool import Pool
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch"),
@@ -18,10 +18,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("run")
-    launch(job.run_rank, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    pool.run(job.RANKS, job.run_rank, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(job.RANKS)]
 
 
 @pytest.mark.parametrize("recipe", job.RECIPES)

@@ -7,6 +7,7 @@ from whimbrel.distributed.activation_checkpoint import (
     offload_activations,
 )
 from whimbrel.distributed.layout import Layout, ParallelConfig
+from whimbrel.distributed.sharded_rows import check_replicas
 from whimbrel.distributed.strategy import clip_gradients_, gradient_norm, gradient_sync, shard_or_replicate, unwrap
 from whimbrel.distributed.tensor_parallel import apply_tensor_parallel
 from whimbrel.distributed.world import World, join_world
@@ -18,6 +19,7 @@ __all__ = [
     "activation_memory_budget",
     "apply_activation_checkpointing",
     "apply_tensor_parallel",
+    "check_replicas",
     "clip_gradients_",
     "find_blocks",
     "gradient_norm",

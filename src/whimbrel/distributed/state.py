@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from whimbrel.distributed.tensor_parallel import row_order
 
-__all__ = ["Part", "copy_full_", "full_state", "full_tensor", "local_part", "shard_like"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Part", "copy_full_", "full_state", "full_tensor", "is_sharded", "local_part", "shard_like"]
 
 
 class Part(NamedTuple):
@@ -24,7 +27,7 @@ class Part(NamedTuple):
     """False if another rank with the same part saves it."""
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
     return hasattr(tensor, "placements")
 

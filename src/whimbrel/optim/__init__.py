@@ -25,7 +25,6 @@ from whimbrel.optim.galore import GaLore, GaLoreProjector
 from whimbrel.optim.lowrank import AdamW8bit, Apollo, ApolloMini, Fira, GaLoreWarm, LDAdam, LowRankOptimizer, QGaLore
 from whimbrel.optim.muon import Muon
 from whimbrel.optim.schedules import Schedule, ScheduleConfig, lr_factor, resolve_steps
-from whimbrel.optim.sharding import check_replicas
 
 __all__ = [
     "AdamW8bit",
@@ -52,7 +51,6 @@ __all__ = [
     "ScheduleConfig",
     "StepInBackward",
     "build_optimizer",
-    "check_replicas",
     "classify_parameters",
     "lr_factor",
     "parameter_table",

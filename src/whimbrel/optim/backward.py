@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from whimbrel.base.errors import OptimizerError
+from whimbrel.distributed.sharded_rows import are_replicated, average_, sum_over_ranks
+from whimbrel.distributed.state import is_sharded
 from whimbrel.optim.base import check_integer, run_eagerly
 from whimbrel.optim.lowrank import LowRankOptimizer
 from whimbrel.optim.param_state import FIRST_REFRESH_STEPS, ParamLayout, planned_refreshes
-from whimbrel.optim.sharding import are_replicated, average_, is_dtensor, sum_over_ranks
 
 __all__ = [
     "OptimizerInBackward",
@@ -560,7 +561,7 @@ class ProjectInBackward(OptimizerInBackward):
 
     def _check_ranks(self, params: list[Tensor], model: nn.Module | None) -> None:
         """Raise if ranks would diverge, or average gradients twice."""
-        if any(is_dtensor(p) for p in params) and (model is not None or self.process_group is not None):
+        if any(is_sharded(p) for p in params) and (model is not None or self.process_group is not None):
             name = "process_group" if model is None else "model"
             raise OptimizerError(f"fully_shard computes and averages gradients itself: leave out {name}=")
         if self.process_group is None and are_replicated(params):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import did_you_mean, not_one_of
+from whimbrel.distributed.sharded_rows import Shard
 from whimbrel.optim.base import MAX_GRAD, BaseOptimizer, check_numbers, lr_of, run_eagerly
 from whimbrel.optim.param_state import (
     ON_HOST,
@@ -30,7 +31,6 @@ from whimbrel.optim.param_state import (
     state_codec,
 )
 from whimbrel.optim.rules import RULES
-from whimbrel.optim.sharding import Shard
 from whimbrel.optim.subspace import BACK_PROJECTIONS, FullUpdate, add_matmul_, back_project, zero_rounding_errors_
 
 __all__ = [

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import not_one_of
+from whimbrel.distributed.sharded_rows import gather_rows, mean_over_stack, randn, shard_of, to_local
 from whimbrel.ops.lowbit import BLOCK_SIZE, INT4, INT8, UINT8, FloatCodec, PowerCodec, hash_uniform, stochastic_round
 from whimbrel.optim.rules import RULES, Rule
-from whimbrel.optim.sharding import gather_rows, mean_over_stack, randn, shard_of, to_local
 from whimbrel.optim.subspace import (
     Basis,
     cholesky_qr,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whimbrel.optim.sharding import Shard, randn, sum_rows
+from whimbrel.distributed.sharded_rows import Shard, randn, sum_rows
 
 __all__ = [
     "BACK_PROJECTIONS",

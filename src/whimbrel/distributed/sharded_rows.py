@@ -12,9 +12,8 @@ numbers are bit-identical without any communication.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from whimbrel.base.errors import OptimizerError, ParallelError
+from whimbrel.distributed.state import copy_full_, full_tensor, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -34,7 +34,6 @@ __all__ = [
     "check_replicas",
     "copy_",
     "gather_rows",
-    "is_dtensor",
     "mean_over_stack",
     "randn",
     "shard_of",
@@ -85,31 +84,22 @@ class Shard:
         return DTensor.from_local(tensor, self.mesh, self.placements, shape=full.shape, stride=full.stride())
 
 
-def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor; does not import `torch.distributed.tensor`, which is slow to load."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def shard_of(parameter: Tensor) -> Shard | None:
     """The sharding of a parameter; None for a regular tensor."""
-    return Shard(parameter) if is_dtensor(parameter) else None
+    return Shard(parameter) if is_sharded(parameter) else None
 
 
 def to_local(tensor: Tensor) -> Tensor:
     """The local part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def copy_(target: Tensor, source: Tensor) -> None:
     """Copy between tensors of one global shape, either of them a DTensor or not."""
-    if is_dtensor(target) == is_dtensor(source):
+    if is_sharded(target) == is_sharded(source):
         target.copy_(source)
-    elif is_dtensor(target):
-        local = target.to_local()
-        local.copy_(Shard(target).local_part(source, local.shape[0]))
-    elif is_dtensor(source):
-        target.copy_(source.full_tensor())
+    else:
+        copy_full_(target, full_tensor(source))
 
 
 def randn(size: Sequence[int], generator: torch.Generator, device: torch.device, shard: Shard | None = None) -> Tensor:
@@ -135,9 +125,7 @@ def gather_rows(tensor: Tensor, shard: Shard | None) -> Tensor:
     """All-gather the rows of a matrix on every rank; a stack is returned unchanged."""
     if shard is None or shard.stacked:
         return tensor
-    full = shard.wrap(tensor)
-    assert is_dtensor(full)
-    return full.full_tensor()
+    return full_tensor(shard.wrap(tensor))
 
 
 def all_ranks_true(local: Tensor, shards: Iterable[Shard | None]) -> bool:
@@ -177,7 +165,7 @@ def _all_reduce(tensor: Tensor, shard: Shard) -> Tensor:
 def are_replicated(params: Iterable[Tensor]) -> bool:
     """Whether other ranks may have copies of some of these parameters."""
     multiple_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return multiple_ranks and not all(is_dtensor(parameter) for parameter in params)
+    return multiple_ranks and not all(is_sharded(parameter) for parameter in params)
 
 
 def average_(tensors: Sequence[Tensor], present: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
@@ -222,7 +210,7 @@ def _digests(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         for name, parameter in zip(names, group["params"], strict=True):
             owner = f"of {name}" if isinstance(name, str) else f"of parameter {name} of group {group_index}"
             for kind, tensor in {"weight": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
-                if isinstance(tensor, Tensor) and not is_dtensor(tensor):
+                if isinstance(tensor, Tensor) and not is_sharded(tensor):
                     digests[f"{kind} {owner}"] = _digest(tensor)
     return digests
 
