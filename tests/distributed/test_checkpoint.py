@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from tests.distributed.launch import RANKS, error_of, launch, process_group
+from tests.distributed.pool import Pool
 
-from whimbrel.base.errors import CheckpointError
+from whimbrel.base.errors import CheckpointError, WhimbrelError
 from whimbrel.checkpoint import (
     CheckpointManager,
     SharingPattern,
@@ -23,11 +23,14 @@ from whimbrel.checkpoint import (
     verify_checkpoint,
 )
 from whimbrel.checkpoint import manager as manager_module
+from whimbrel.distributed import ParallelConfig, World, join_world
+
+RANKS = 2
 
 
 class Values:
-    def __init__(self, value: float, note: str = "") -> None:
-        self.state: Any = {"w": torch.full((10,), value), "note": note}
+    def __init__(self, value: Any, note: str = "") -> None:
+        self.state: Any = {"w": value if isinstance(value, torch.Tensor) else torch.full((10,), value), "note": note}
 
     def state_dict(self) -> Any:
         return self.state
@@ -53,71 +56,125 @@ def make_components(rank: int, value: float) -> list[StateComponent]:
         StateComponent("trainer", Values(value), SharingPattern.GLOBAL),
         StateComponent("stage", DirectoryValues(own), SharingPattern.PER_RANK),
         StateComponent("rng", Values(own), SharingPattern.PER_RANK),
-        StateComponent("all", Values(value), SharingPattern.PER_GROUP, process_group_name="all"),
+        StateComponent("all", Values(value), SharingPattern.PER_GROUP, process_group_name="dp"),
         StateComponent("one", Values(own), SharingPattern.PER_GROUP, process_group_name="one"),
         StateComponent("cache", Values(own), SharingPattern.PER_NODE),
     ]
 
 
-def run_rank(rank: int, port: int, run: Path, queue: Any) -> None:
+def save_and_load(run: Path) -> dict[str, Any]:
     """Runs on each rank; for PER_NODE, every rank is its own node."""
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with process_group(rank, port):
-        manager_module.RETRY_DELAYS = (0.0,)
-        single_rank_groups = [dist.new_group([other]) for other in range(RANKS)]
-        groups = {"all": dist.group.WORLD, "one": single_rank_groups[rank]}
-        manager = CheckpointManager(run, keep=2, process_groups=groups, asynchronous=True)
-        for step in (1, 2, 3):
-            manager.save(step, make_components(rank, 10.0 * step), metric=1.0)
-        result: dict[str, Any] = {"finished": [step for step, _ in manager.finished()]}
-        fresh = make_components(rank, 0.0)
-        result["step"] = manager.load(fresh).step
-        result["values"] = {part.key: float(part.stateful.state["w"][0]) for part in fresh}
+    rank = dist.get_rank()
+    world = join_world(ParallelConfig(), "cpu")
+    world.local_rank, world.node = 0, rank
+    groups = world.groups() | {"one": [dist.new_group([other]) for other in range(RANKS)][rank]}
+    manager = CheckpointManager(run, keep=2, world=world, process_groups=groups, asynchronous=True)
+    manager_module.RETRY_DELAYS = (0.0,)
+    for step in (1, 2, 3):
+        manager.save(step, make_components(rank, 10.0 * step), metric=1.0)
+    manager.wait()
+    result: dict[str, Any] = {"finished": [step for step, _ in manager.finished()]}
+    fresh = make_components(rank, 0.0)
+    result["step"] = manager.load(fresh).step
+    result["values"] = {part.key: float(part.stateful.state["w"][0]) for part in fresh}
 
-        def save_error(kind: str, level: str, value: float, note: str = "") -> str:
-            part = StateComponent(
-                "x", Values(value, note), SharingPattern.REPLICATED, validate_replication=True, validation_level=level
-            )
-            return error_of(lambda: manager.save(4, [part], path=run / f"{level}-{kind}"))
+    def error_of_save(*args: Any, **kwargs: Any) -> str:
+        try:
+            manager.save(*args, **kwargs)
+            manager.wait()
+        except WhimbrelError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
 
-        result["same"] = save_error("same", "full", 1.0)
-        result["drifted"] = {
-            level: save_error("drifted", level, 1.0 + rank) for level in ("none", "quick", "tensor", "full")
-        }
-        result["note"] = {
-            level: save_error("note", level, 1.0, f"of {rank}" if rank else "x") for level in ("tensor", "full")
-        }
+    def error_of_part(kind: str, level: str, value: Any, note: str = "") -> str:
+        part = StateComponent(
+            "x", Values(value, note), SharingPattern.REPLICATED, validate_replication=True, validation_level=level
+        )
+        return error_of_save(4, [part], path=run / f"{level}-{kind}")
 
-        existing = [run / "full-same", run / "new"][rank]
-        result["existing"] = error_of(lambda: manager.save(4, make_components(rank, 1.0), path=existing))
-        unsupported = make_components(rank, 1.0)
-        unsupported[4].stateful.state = {"w": object() if rank == 1 else 1}
-        result["unsupported type"] = error_of(lambda: manager.save(4, unsupported))
-        broken = make_components(rank, 50.0)
-        if rank == 1:
-            broken[3].stateful.save_directory = _full
-        result["full disk"] = error_of(lambda: manager.save(5, broken))
-        dist.barrier()
-        result["left"] = sorted(os.listdir(run / "checkpoints"))
-        dist.barrier()
-        if rank == 0:
-            (checkpoint_path(run, 3) / "rng.rank-00001.json").write_text("{}")
-        dist.barrier()
-        result["fallback"] = manager.load(make_components(rank, 0.0)).step
-        result["named"] = error_of(lambda: manager.load(make_components(rank, 0.0), checkpoint_path(run, 3)))
-        queue.put((rank, result))
+    result["same"] = error_of_part("same", "full", 1.0)
+    result["drifted"] = {
+        level: error_of_part("drifted", level, 1.0 + rank) for level in ("none", "quick", "tensor", "full")
+    }
+    # The least bit of one bf16 number.
+    drifted = torch.ones(10, dtype=torch.bfloat16)
+    drifted.view(torch.int16)[7] += rank
+    result["drifted bf16"] = error_of_part("bf16", "tensor", drifted)
+    result["note"] = {
+        level: error_of_part("note", level, 1.0, f"of {rank}" if rank else "x") for level in ("tensor", "full")
+    }
+
+    existing = [run / "full-same", run / "new"][rank]
+    result["existing"] = error_of_save(4, make_components(rank, 1.0), path=existing)
+    unsupported = make_components(rank, 1.0)
+    unsupported[4].stateful.state = {"w": object() if rank == 1 else 1}
+    result["unsupported type"] = error_of_save(4, unsupported)
+    broken = make_components(rank, 50.0)
+    if rank == 1:
+        broken[3].stateful.save_directory = _full
+    result["full disk"] = error_of_save(5, broken)
+    dist.barrier()
+    result["left"] = sorted(os.listdir(run / "checkpoints"))
+    failures = [OSError(28, "No space left on device")]
+    if rank == 1:
+        broken[3].stateful.save_directory = lambda state, folder: _fail_then_save(failures, state, folder)
+    result["retried"] = error_of_save(6, broken)
+    dist.barrier()
+    if rank == 0:
+        (checkpoint_path(run, 6) / "rng.rank-00001.json").write_text("{}")
+    dist.barrier()
+    result["fallback"] = manager.load(make_components(rank, 0.0)).step
+    try:
+        manager.load(make_components(rank, 0.0), checkpoint_path(run, 6))
+    except CheckpointError as error:
+        result["named"] = str(error)
+    manager.close()
+    return result
 
 
 def _full(state: Any, folder: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
+def _fail_then_save(failures: list[OSError], state: Any, folder: Path) -> None:
+    if failures:
+        raise failures.pop()
+    DirectoryValues(0.0).save_directory(state, folder)
+
+
+def collectives_while_saving(run: Path) -> list[float]:
+    """Sums over ranks on the training group, while another one waits for a slow write in the background."""
+    rank = dist.get_rank()
+    manager = CheckpointManager(run, world=join_world(ParallelConfig(), "cpu"), asynchronous=True)
+    released = threading.Event()
+    slow = DirectoryValues(1.0)
+    if rank == 1:
+        slow.save_directory = lambda state, folder: (  # type: ignore[method-assign]
+            released.wait(), DirectoryValues(0.0).save_directory(state, folder)
+        )[1]  # fmt: skip
+    manager.save(1, [StateComponent("part", slow, SharingPattern.PER_RANK)])
+    sums = []
+    for step in range(20):
+        value = torch.tensor(float(step + rank))
+        dist.all_reduce(value)
+        sums.append(float(value))
+    assert manager.finished() == []
+    released.set()
+    manager.wait()
+    assert [saved.step for saved in manager.finished()] == [1]
+    manager.close()
+    return sums
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def results(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     run = tmp_path_factory.mktemp("run")
-    queue = mp.get_context("spawn").Queue()
-    launch(run_rank, run, queue)
-    return run, [result for _, result in sorted((queue.get(timeout=600) for _ in range(RANKS)), key=lambda x: x[0])]
+    return run, pool.run(RANKS, save_and_load, run)
+
+
+def test_training_communicates_while_a_save_is_written(pool: Pool, tmp_path: Path) -> None:
+    for sums in pool.run(RANKS, collectives_while_saving, tmp_path):
+        assert sums == [2 * step + 1 for step in range(20)]
 
 
 def test_each_rank_loads_its_own_state(results) -> None:
@@ -132,7 +189,7 @@ def test_each_rank_loads_its_own_state(results) -> None:
 
 
 def test_manifest_lists_the_ranks_and_files(results) -> None:
-    manifest = verify_checkpoint(checkpoint_path(results[0], 2))
+    manifest = verify_checkpoint(checkpoint_path(results[0], 3))
     found = {key: (part.pattern, part.ranks, part.files) for key, part in manifest.components.items()}
     assert found["model"] == ("replicated", [0], ["model/value"])
     assert found["trainer"] == ("global", [0], ["trainer.json", "trainer.safetensors"])
@@ -154,6 +211,7 @@ def test_replicas_that_differ_are_not_saved(results) -> None:
         for level in ("tensor", "full"):
             assert result["drifted"][level].startswith("ParallelError: component 'x' must be equal on all ranks")
             assert "'w' differs between rank 0 and rank 1" in result["drifted"][level]
+        assert "'w' differs between rank 0 and rank 1" in result["drifted bf16"]
         assert result["note"]["tensor"] == "no error"
         assert "'values' differs" in result["note"]["full"]
 
@@ -167,24 +225,35 @@ def test_error_on_one_rank_is_raised_on_all_and_leaves_no_files(results) -> None
         assert result["full disk"].startswith("WriteError: rank 1: ")
         assert "No space left on device" in result["full disk"]
         assert result["left"] == ["step-00000002", "step-00000003"]
-    assert list(list_checkpoints(run)) == [2, 3]
+        assert result["retried"] == "no error"
+    assert list(list_checkpoints(run)) == [3, 6]
 
 
 def test_damage_to_one_rank_makes_all_load_the_previous_checkpoint(results) -> None:
     for result in results[1]:
-        assert result["fallback"] == 2
-        assert result["named"].startswith("CheckpointError: ")
+        assert result["fallback"] == 3
         assert "rng.rank-00001.json has changed" in result["named"]
 
 
 def test_single_process_loads_global_components_but_not_those_of_other_nodes(results, tmp_path) -> None:
     run, _ = results
-    path = checkpoint_path(run, 2)
-    assert read_component(path, "rng.rank-00001")["w"][0] == 21.0
+    path = checkpoint_path(run, 3)
+    assert read_component(path, "rng.rank-00001")["w"][0] == 31.0
     fresh = [part for part in make_components(0, 0.0) if part.process_group_name is None]
-    assert CheckpointManager(run).load(fresh, path).step == 2
-    assert [float(part.stateful.state["w"][0]) for part in fresh] == [20.0] * 6
-    ranks = manager_module.Ranks()
-    ranks.node = 2
+    assert CheckpointManager(run).load(fresh, path).step == 3
+    assert [float(part.stateful.state["w"][0]) for part in fresh] == [30.0] * 6
+    world = World()
+    world.node = 2
     with pytest.raises(CheckpointError, match="no 'cache' for this rank"):
-        CheckpointManager(run, ranks=ranks).load(fresh, path)
+        CheckpointManager(run, world=world).load(fresh, path)
+
+
+def test_state_of_each_rank_is_derived_again_on_another_number_of_ranks(results) -> None:
+    class Resharded(Values):
+        def load_resharded(self, saved_ranks: int, step: int) -> None:
+            self.state = (saved_ranks, step)
+
+    run, _ = results
+    part = StateComponent("rng", Resharded(0.0), SharingPattern.PER_RANK)
+    CheckpointManager(run).load([part], checkpoint_path(run, 3))
+    assert part.stateful.state == (2, 3)

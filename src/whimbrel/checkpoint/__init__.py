@@ -12,7 +12,6 @@ from whimbrel.base import lazy_exports
 if TYPE_CHECKING:
     from whimbrel.checkpoint.component import (
         DirectoryStateful,
-        Ranks,
         RNGState,
         SharingPattern,
         StateComponent,
@@ -37,7 +36,6 @@ __all__ = [
     "DirectoryStateful",
     "Manifest",
     "RNGState",
-    "Ranks",
     "SavedCheckpoint",
     "SharingPattern",
     "StateComponent",
@@ -61,7 +59,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "component": ["DirectoryStateful", "RNGState", "Ranks", "SharingPattern", "StateComponent", "Stateful"],
+        "component": ["DirectoryStateful", "RNGState", "SharingPattern", "StateComponent", "Stateful"],
         "manager": ["CheckpointManager", "SavedCheckpoint", "rank_by_metric"],
         "manifest": [
             "Manifest",

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from whimbrel.base.errors import CheckpointError, ConfigError, WriteError
+from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.config import did_you_mean
+from whimbrel.distributed.world import World
 
 __all__ = [
     "DirectoryStateful",
     "Location",
     "RNGState",
-    "Ranks",
+    "ReshardedStateful",
     "SharingPattern",
     "StateComponent",
     "Stateful",
@@ -34,7 +34,6 @@ __all__ = [
 
 VALIDATION_LEVELS = ("none", "quick", "tensor", "full")
 NUMPY_GENERATOR = "MT19937"
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,14 @@ class DirectoryStateful(Stateful, Protocol):
 
     def load_directory(self, directory: Path) -> None:
         """Restore the state in `directory`."""
+
+
+@runtime_checkable
+class ReshardedStateful(Stateful, Protocol):
+    """A stateful object of each rank (PER_RANK) that can continue from a checkpoint of another number of ranks."""
+
+    def load_resharded(self, saved_ranks: int, step: int) -> None:
+        """Derive the state at `step`; called instead of `load_state_dict` if other than `saved_ranks` ranks load it."""
 
 
 class SharingPattern(Enum):
@@ -139,71 +146,19 @@ class Location(NamedTuple):
     is_writer: bool
 
 
-def locate(component: StateComponent, ranks: Ranks, groups: Mapping[str, Any]) -> Location:
+def locate(component: StateComponent, world: World, groups: Mapping[str, Any]) -> Location:
     """The location of this rank's files of a component."""
     match component.sharing_pattern:
         case SharingPattern.GLOBAL | SharingPattern.REPLICATED:
-            return Location(component.key, ranks.is_main)
+            return Location(component.key, world.is_main)
         case SharingPattern.PER_RANK | SharingPattern.SHARDED:
-            return Location(f"{component.key}.rank-{ranks.rank:05d}", is_writer=True)
+            return Location(f"{component.key}.rank-{world.rank:05d}", is_writer=True)
         case SharingPattern.PER_NODE:
-            return Location(f"{component.key}.node-{ranks.node:05d}", ranks.local_rank == 0)
+            return Location(f"{component.key}.node-{world.node:05d}", world.local_rank == 0)
         case SharingPattern.PER_GROUP:
-            lowest = ranks.lowest_rank(groups[str(component.process_group_name)])
-            return Location(f"{component.key}.group-{lowest:05d}", ranks.rank == lowest)
-
-
-class Ranks:
-    """This process and its peers in torch.distributed; a single rank if it is not initialized."""
-
-    def __init__(self) -> None:
-        distributed = dist.is_available() and dist.is_initialized()
-        self.rank: int = dist.get_rank() if distributed else 0
-        self.world_size: int = dist.get_world_size() if distributed else 1
-        self.local_rank: int = int(os.environ.get("LOCAL_RANK", self.rank)) if distributed else 0
-        self.node: int = self.rank // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) if distributed else 0
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in order, on every rank."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    def broadcast(self, value: T, source: int = 0) -> T:
-        """The value of rank `source`, on every rank."""
-        if self.world_size == 1:
-            return value
-        values: list[Any] = [value]
-        dist.broadcast_object_list(values, src=source)
-        result: T = values[0]
-        return result
-
-    def run(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank and gather the results. If it raises on one rank, all ranks raise that error."""
-        if self.world_size == 1:
-            return [action()]
-        value, failure = None, None
-        try:
-            value = action()
-        except Exception as error:
-            failure = (isinstance(error, OSError), str(error))
-        outcomes = self.gather((value, failure))
-        for rank, (_, failed) in enumerate(outcomes):
-            if failed is not None:
-                error_class = WriteError if failed[0] else CheckpointError
-                raise error_class(f"rank {rank}: {failed[1]}")
-        return [result for result, _ in outcomes]  # type: ignore[misc]
-
-    def lowest_rank(self, group: Any) -> int:
-        """The lowest global rank of a process group."""
-        return 0 if self.world_size == 1 else min(dist.get_process_group_ranks(group))
+            group = groups[str(component.process_group_name)]
+            lowest = 0 if world.size == 1 else min(dist.get_process_group_ranks(group))
+            return Location(f"{component.key}.group-{lowest:05d}", world.rank == lowest)
 
 
 class RNGState:

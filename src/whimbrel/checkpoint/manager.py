@@ -16,12 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from whimbrel.base.errors import CheckpointError, ConfigError, WhimbrelError, WriteError
 from whimbrel.base.files import check_empty, remove_stale
 from whimbrel.base.lock import DirectoryLock
 from whimbrel.checkpoint.component import (
     DirectoryStateful,
-    Ranks,
+    ReshardedStateful,
     SharingPattern,
     StateComponent,
     check_components,
@@ -40,8 +44,10 @@ from whimbrel.checkpoint.manifest import (
     step_directories,
     verify_checkpoint,
 )
-from whimbrel.checkpoint.serialization import read_component, read_sharded_component
+from whimbrel.checkpoint.serialization import pack, read_component, read_sharded_component
 from whimbrel.checkpoint.writer import ComponentSnapshot, HostBuffers, check_replication, write_checkpoint
+from whimbrel.distributed.layout import ParallelConfig
+from whimbrel.distributed.world import World, join_world
 
 __all__ = ["CheckpointManager", "SavedCheckpoint", "rank_by_metric"]
 
@@ -64,12 +70,13 @@ class CheckpointManager:
     """The checkpoints of one run, `RUN/checkpoints/step-00000500`.
 
     Retains the newest `keep` checkpoints (None: all) and the top `best` by metric. With `asynchronous`, a save blocks
-    the caller only for the copy to host memory; with several ranks, saves are always synchronous. All changes to the
-    checkpoints of a run hold `lock`; a trainer holds it for the entire run.
+    the caller only for the copy to host memory. All changes to the checkpoints of a run hold `lock`; a trainer holds it
+    for the entire run. Several ranks make every call together, and the run directory is on a disk that all can write.
 
     An asynchronous save has two jobs on one writer thread: write the checkpoint, then prune old ones. The next save
     waits for the first job only, because it reuses the host buffers; pruning may overlap with training and with the
-    next copy. The lock of the run directory is acquired by `save` and released by the pruning job.
+    next copy. The lock of the run directory is acquired by `save` and released by the pruning job. Writer threads of
+    several ranks communicate through their own process group.
     """
 
     def __init__(
@@ -80,7 +87,7 @@ class CheckpointManager:
         best: int | None = None,
         greater_is_better: bool = False,
         asynchronous: bool = False,
-        ranks: Ranks | None = None,
+        world: World | None = None,
         process_groups: Mapping[str, Any] | None = None,
     ) -> None:
         for name, value in {"keep": keep, "best": best}.items():
@@ -89,10 +96,11 @@ class CheckpointManager:
         self.run = Path(run)
         self.lock = DirectoryLock(self.run)
         self._keep, self._best, self._greater_is_better = keep, best or 0, greater_is_better
-        self._ranks = ranks or Ranks()
+        self._world = world or _current_world()
         self._groups = dict(process_groups or {})
         self._buffers = HostBuffers()
-        self._background = asynchronous and self._ranks.world_size == 1
+        self._writers = self._world.in_background()
+        self._asynchronous = asynchronous
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._pruning: Future[None] | None = None
@@ -113,7 +121,9 @@ class CheckpointManager:
         """
         check_components(components, self._groups)
         for component in components:
-            self._buffers.reserve(component.key, component.stateful.state_dict())
+            state = component.stateful.state_dict()
+            if locate(component, self._world, self._groups).is_writer:
+                self._buffers.reserve(component.key, pack(state)[0])
 
     def save(
         self,
@@ -144,7 +154,7 @@ class CheckpointManager:
         try:
             is_temporary = target in self._temporary
             saved = step in self._known_steps and has_all_files(target) and (temporary or not is_temporary)
-            if not self._ranks.broadcast(saved):
+            if not self._world.broadcast(saved):
                 thread_releases = self._save(target, step, components, metric, stored)
         finally:
             if not thread_releases:
@@ -161,17 +171,23 @@ class CheckpointManager:
     ) -> bool:
         """Copy the state and write it. Returns whether the writer thread will release the lock."""
         in_run = target == checkpoint_path(self.run, step)
-        snapshots: list[ComponentSnapshot] = []
-        self._ranks.run(lambda: None if in_run else check_empty(target))
-        self._ranks.run(lambda: snapshots.extend(self._snapshot(component) for component in components))
-        if self._ranks.world_size > 1:
+        packed: list[tuple[dict[str, Tensor], Any]] = []
+
+        def prepare() -> None:
+            if not in_run:
+                check_empty(target)
+            packed.extend(pack(component.stateful.state_dict()) for component in components)
+
+        self._world.run(prepare)
+        snapshots = [self._snapshot(component, *state) for component, state in zip(components, packed, strict=True)]
+        if self._world.size > 1:
             self._buffers.synchronize()
             for item in snapshots:
                 if item.component.validate_replication and item.snapshot is not None:
-                    check_replication(item.component, item.snapshot, self._ranks)
+                    check_replication(item.component, item.snapshot, self._world)
         write = partial(self._write, target, step, snapshots, None if metric is None else float(metric), metadata)
         self._error = None
-        if not self._background:
+        if not self._asynchronous:
             self._run_write(write)
             if in_run:
                 self._run_prune(step, release=False)
@@ -184,11 +200,11 @@ class CheckpointManager:
             self._pruning = self._thread.submit(self._run_prune, step, release=True)
         return in_run
 
-    def _snapshot(self, component: StateComponent) -> ComponentSnapshot:
-        location = locate(component, self._ranks, self._groups)
-        state = component.stateful.state_dict()
+    def _snapshot(self, component: StateComponent, tensors: dict[str, Tensor], tree: Any) -> ComponentSnapshot:
+        location = locate(component, self._world, self._groups)
         needed = location.is_writer or component.validate_replication
-        return ComponentSnapshot(component, location, self._buffers.copy(component.key, state) if needed else None)
+        snapshot = self._buffers.copy(component.key, tensors, tree) if needed else None
+        return ComponentSnapshot(component, location, snapshot)
 
     def _write(
         self,
@@ -201,12 +217,12 @@ class CheckpointManager:
         """Write the checkpoint, retrying after I/O errors."""
         self._buffers.synchronize()
         in_run = target == checkpoint_path(self.run, step)
-        if in_run and self._ranks.is_main:
+        if in_run and self._world.is_main:
             self._remove_stale(self.run / "checkpoints")
 
         def attempt() -> None:
-            self._ranks.run(partial(_check_free_space, target, snapshots))
-            write_checkpoint(target, step, snapshots, metric, metadata, self._ranks)
+            self._writers.run(partial(_check_free_space, target, snapshots))
+            write_checkpoint(target, step, snapshots, metric, metadata, self._writers)
 
         for delay in RETRY_DELAYS:
             try:
@@ -246,10 +262,10 @@ class CheckpointManager:
 
     def _acquire(self) -> None:
         """Lock the run directory; rank 0 does it for all ranks."""
-        self._ranks.run(lambda: self.lock.acquire() if self._ranks.is_main else None)
+        self._world.run(lambda: self.lock.acquire() if self._world.is_main else None)
 
     def _release(self) -> None:
-        if self._ranks.is_main:
+        if self._world.is_main:
             self.lock.release()
 
     # Waiting
@@ -307,7 +323,7 @@ class CheckpointManager:
         optional = [component.key for component in components if not component.required]
         while True:
             choose = partial(self._choose, path, selected, optional)
-            chosen, manifest = self._ranks.run(lambda: choose() if self._ranks.is_main else None)[0]  # type: ignore[misc] # noqa: B023
+            chosen, manifest = self._world.run(lambda: choose() if self._world.is_main else None)[0]  # type: ignore[misc] # noqa: B023
             try:
                 if check is not None:
                     check(chosen, manifest)
@@ -315,7 +331,7 @@ class CheckpointManager:
                 break
             except CheckpointError as error:
                 vanished = not (chosen / MANIFEST_FILE).is_file()
-                if path is not None or not self._ranks.broadcast(vanished):
+                if path is not None or not self._world.broadcast(vanished):
                     raise
                 self._damaged.add(chosen)
                 logger.warning("skipped %s, which was removed while it was being loaded (%s)", chosen, error)
@@ -327,7 +343,7 @@ class CheckpointManager:
         """Restore one component from a checkpoint. Unlike `load`, does not make it the run's current checkpoint."""
         self.drain()
         _verify(path, [component], ())
-        _restore(component, path, locate(component, self._ranks, self._groups).stem)
+        _restore(component, path, locate(component, self._world, self._groups).stem)
 
     def _choose(
         self, path: Path | None, selected: Sequence[StateComponent], optional: Collection[str]
@@ -349,12 +365,14 @@ class CheckpointManager:
         )
 
     def _restore(self, chosen: Path, manifest: Manifest, selected: Sequence[StateComponent]) -> None:
-        stems = {component.key: locate(component, self._ranks, self._groups).stem for component in selected}
+        stems = {component.key: locate(component, self._world, self._groups).stem for component in selected}
         for component in selected:
             saved = manifest.components.get(component.key)
             if saved is not None and "sharded" in (saved.pattern, component.sharing_pattern.value):
                 stems[component.key] = f"{component.key}.rank-00000" if saved.pattern == "sharded" else component.key
         missing = missing_on_this_rank(chosen, manifest, stems)
+        resharded = {part.key for part in selected if self._has_other_ranks(part, manifest)}
+        missing -= resharded
 
         def check_required() -> None:
             for component in selected:
@@ -366,11 +384,24 @@ class CheckpointManager:
             for component in selected:
                 if component.key in missing:
                     logger.warning("%s has no '%s': continuing without its state", chosen, component.key)
+                elif component.key in resharded:
+                    assert isinstance(component.stateful, ReshardedStateful)
+                    component.stateful.load_resharded(len(manifest.components[component.key].ranks), manifest.step)
                 else:
                     _restore(component, chosen, stems[component.key], manifest)
 
-        self._ranks.run(check_required)
-        self._ranks.run(restore)
+        self._world.run(check_required)
+        self._world.run(restore)
+
+    def _has_other_ranks(self, component: StateComponent, manifest: Manifest) -> bool:
+        """Whether each rank saved its own state, on another number of ranks, and the component can handle that."""
+        saved = manifest.components.get(component.key)
+        return (
+            saved is not None
+            and saved.pattern == component.sharing_pattern.value == SharingPattern.PER_RANK.value
+            and len(saved.ranks) != self._world.size
+            and isinstance(component.stateful, ReshardedStateful)
+        )
 
     # Queries
 
@@ -409,7 +440,7 @@ class CheckpointManager:
         self.drain()
         self._acquire()
         try:
-            if self._ranks.is_main:
+            if self._world.is_main:
                 self._temporary.clear()
                 for path in list_checkpoints(self.run).values():
                     with contextlib.suppress(CheckpointError):  # reported when it is loaded
@@ -428,7 +459,7 @@ class CheckpointManager:
         Checkpoints after `newest` are from before a rollback and are left alone. A failed removal is warned about once
         and retried after every save.
         """
-        if not self._ranks.is_main or (self._keep is None and not self._temporary):
+        if not self._world.is_main or (self._keep is None and not self._temporary):
             return
         directories = [path for step, path in step_directories(self.run).items() if step <= newest]
         complete = [
@@ -457,6 +488,13 @@ class CheckpointManager:
             if directory not in self._warned:
                 self._warned.add(directory)
                 logger.warning("cannot remove partial files of an interrupted save: %s", error)
+
+
+def _current_world() -> World:
+    """The processes of torch.distributed, if it is initialized."""
+    if not dist.is_available() or not dist.is_initialized():
+        return World()
+    return join_world(ParallelConfig(), "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def rank_by_metric(run: Path, *, greater_is_better: bool) -> list[tuple[float, Path]]:

@@ -21,11 +21,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from whimbrel import __version__
-from whimbrel.base.errors import ParallelError, WriteError
+from whimbrel.base.errors import CheckpointError, ParallelError, WriteError
 from whimbrel.base.files import atomic_directory
-from whimbrel.checkpoint.component import DirectoryStateful, Location, Ranks, StateComponent
+from whimbrel.checkpoint.component import DirectoryStateful, Location, StateComponent
 from whimbrel.checkpoint.manifest import MANIFEST_FILE, ComponentEntry, FileEntry, Manifest
-from whimbrel.checkpoint.serialization import pack, sorted_by_alignment, tensor_bytes, unpack, write_tensors
+from whimbrel.checkpoint.serialization import sorted_by_alignment, tensor_bytes, unpack, write_tensors
+from whimbrel.distributed.world import World
 
 __all__ = ["ComponentSnapshot", "HostBuffers", "Snapshot", "check_replication", "write_checkpoint"]
 
@@ -54,14 +55,12 @@ class HostBuffers:
         self._buffers: dict[str, Tensor] = {}
         self._copies: list[torch.cuda.Event] = []
 
-    def reserve(self, key: str, state: Any) -> None:
+    def reserve(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the buffer for a state with tensors of these sizes."""
-        tensors, _ = pack(state)
         self._buffer(key, tensors)
 
-    def copy(self, key: str, state: Any) -> Snapshot:
-        """Copy a state. Its tensors may be modified as soon as this returns."""
-        tensors, tree = pack(state)
+    def copy(self, key: str, tensors: Mapping[str, Tensor], tree: Any) -> Snapshot:
+        """Copy a state (see `pack`). Its tensors may be modified as soon as this returns."""
         buffer, offset, copies = self._buffer(key, tensors), 0, {}
         for name in sorted_by_alignment(tensors):
             source = tensors[name]
@@ -95,7 +94,7 @@ class HostBuffers:
 
 @dataclass(frozen=True, slots=True)
 class ComponentSnapshot:
-    """A component on this rank. `snapshot` is None if this rank neither writes it nor compares it with other ranks."""
+    """A component on this rank. `snapshot` is None if this rank neither writes it nor compares it with other world."""
 
     component: StateComponent
     location: Location
@@ -112,15 +111,17 @@ def write_checkpoint(
     snapshots: Sequence[ComponentSnapshot],
     metric: float | None,
     metadata: dict[str, Any],
-    ranks: Ranks,
+    world: World,
 ) -> None:
-    """Write the components of all ranks. An existing `target` is replaced once the new checkpoint is on disk."""
+    """Write the components of all world. An existing `target` is replaced once the new checkpoint is on disk."""
     with ExitStack() as stack:
 
         def create() -> Path | None:
-            return stack.enter_context(atomic_directory(target, replace=True)) if ranks.is_main else None
+            return stack.enter_context(atomic_directory(target, replace=True)) if world.is_main else None
 
         def write_components() -> FilesByComponent:
+            if not directory.is_dir():
+                raise CheckpointError(f"expected {target.parent} on a disk that all nodes share, but it is not here")
             return {
                 item.component.key: _write_component(directory, item.location.stem, item.component, item.snapshot)
                 for item in snapshots
@@ -128,15 +129,15 @@ def write_checkpoint(
             }
 
         def write_manifest() -> None:
-            if ranks.is_main:
+            if world.is_main:
                 (directory / MANIFEST_FILE).write_bytes(manifest.to_json())
 
-        directory = ranks.run(create)[0] or target
-        written = ranks.run(write_components)
+        directory = world.run(create)[0] or target
+        written = world.run(write_components)
         manifest = _manifest(step, [item.component for item in snapshots], written, metric, metadata)
-        ranks.run(write_manifest)
+        world.run(write_manifest)
         rename = stack.pop_all()
-    ranks.run(rename.close)
+    world.run(rename.close)
 
 
 def _write_component(directory: Path, stem: str, component: StateComponent, snapshot: Snapshot) -> dict[str, FileEntry]:
@@ -177,7 +178,7 @@ def _manifest(
     return Manifest(step, entries, files, metric, versions, metadata)
 
 
-def check_replication(component: StateComponent, snapshot: Snapshot, ranks: Ranks) -> None:
+def check_replication(component: StateComponent, snapshot: Snapshot, world: World) -> None:
     """Raise ParallelError if a component differs between ranks, compared at its `validation_level`."""
     if component.validation_level == "none":
         return
@@ -188,7 +189,7 @@ def check_replication(component: StateComponent, snapshot: Snapshot, ranks: Rank
             own[name] += f" {hashlib.sha256(tensor_bytes(tensor)).hexdigest()}"
     if component.validation_level == "full":
         tree_digest = hashlib.sha256(json.dumps(snapshot.tree).encode()).hexdigest()
-    (first, first_tree), *others = ranks.gather((own, tree_digest))
+    (first, first_tree), *others = world.gather((own, tree_digest))
     for rank, (other, other_tree) in enumerate(others, 1):
         different = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
         if first_tree != other_tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import time
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from whimbrel.base.errors import ConfigError, ParallelError
+from whimbrel.base.errors import ConfigError, ParallelError, WhimbrelError, WriteError
 from whimbrel.distributed.layout import SIZES, Layout, ParallelConfig, resolve_layout
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Set by torchrun for every process."""
 EXIT_DELAY = 0.1
 """Seconds for communication threads to finish before Python exits."""
+BACKGROUND_TIMEOUT = timedelta(hours=1)
+"""For communication of background threads: a rank may have to wait until another has written a large file."""
 
 
 class World:
@@ -38,7 +41,9 @@ class World:
     def __init__(self, layout: Layout | None = None, mesh: DeviceMesh | None = None) -> None:
         self.layout, self.mesh = layout or Layout(), mesh
         self.rank: int = 0 if mesh is None else dist.get_rank()
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0)) if mesh is not None else 0
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank)) if mesh is not None else 0
+        self.node = int(os.environ.get("GROUP_RANK", self._node_of_rank())) if mesh is not None else 0
+        self._group: dist.ProcessGroup | None = None
         self.dp_rank, self.dp_size = 0, self.layout.dp
         self.dp_group: dist.ProcessGroup | None = None
         if mesh is not None:
@@ -70,12 +75,25 @@ class World:
         dist.all_reduce(total, group=self.dp_group)
         return int(total)
 
+    def in_background(self) -> World:
+        """These processes with a gloo group of their own, for a thread that communicates while training does."""
+        world = copy.copy(self)
+        if self.size > 1:
+            world._group = dist.new_group(backend="gloo", timeout=BACKGROUND_TIMEOUT)
+        return world
+
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """The process groups of this rank by mesh dimension, and "dp" for all ranks that read different data."""
+        if self.mesh is None or self.dp_group is None:
+            return {}
+        return {name: self.mesh.get_group(name) for name in SIZES} | {"dp": self.dp_group}
+
     def broadcast(self, value: T) -> T:
         """The value of rank 0, on every rank."""
         if self.size == 1:
             return value
         values: list[Any] = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=self._group)
         result: T = values[0]
         return result
 
@@ -84,8 +102,27 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def run(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and gather the results. If it raises on one rank, every rank raises that error.
+
+        The message names the rank.
+        """
+        if self.size == 1:
+            return [action()]
+        value, failure = None, None
+        try:
+            value = action()
+        except Exception as error:
+            failure = _portable(error)
+        outcomes = self.gather((value, failure))
+        for rank, (_, failed) in enumerate(outcomes):
+            if failed is not None:
+                error_class, message = failed
+                raise error_class(f"rank {rank}: {message}")
+        return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result on every rank. If it raises, every rank raises that error."""
@@ -101,6 +138,18 @@ class World:
         if failure is not None:
             raise failure
         return result  # type: ignore[no-any-return]
+
+    def _node_of_rank(self) -> int:
+        return self.rank // int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+
+
+def _portable(error: Exception) -> tuple[type[WhimbrelError], str]:
+    """The class and message of an error, to be raised on other ranks."""
+    if isinstance(error, WhimbrelError):
+        return next(cls for cls in type(error).__mro__ if "__init__" not in cls.__dict__), str(error)
+    if isinstance(error, OSError):
+        return WriteError, str(error)
+    return ParallelError, f"{type(error).__name__}: {error}"
 
 
 def launched_processes() -> int:

@@ -201,7 +201,7 @@ class CheckpointMixin(ABC):
 
     def get_process_groups(self) -> dict[str, Any]:
         """Process groups by name, for components with SharingPattern.PER_GROUP."""
-        return {}
+        return dict(self.world.groups())
 
     def state_dict(self) -> dict[str, Any]:
         """Progress, log history (as lines of JSON), running sums and, under fp16, the loss scale."""

@@ -162,6 +162,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             best=checkpoint.best,
             greater_is_better=self._greater_is_better,
             asynchronous=checkpoint.asynchronous,
+            world=self.world,
             process_groups=self.get_process_groups(),
         )
         self._optimizers = checks.resolve_optimizers(self, optimizers, optimizer_cls_and_kwargs)
@@ -666,6 +667,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             raise TrainingError(
                 f"{error}, and there is no checkpoint to roll back to: save more often (checkpoint.every, save_steps)"
             ) from error
+        session.rollbacks = self.world.broadcast(session.rollbacks)  # ranks learn at different steps of a finished save
         if session.rollbacks == MAX_ROLLBACKS or final:
             raise TrainingError(f"{error}, after {session.rollbacks} rollbacks: {REMEDY}") from error
         session.rollbacks, session.has_rolled_back = session.rollbacks + 1, True

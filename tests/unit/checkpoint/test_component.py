@@ -9,9 +9,10 @@ import torch
 
 from whimbrel.base.errors import ConfigError, ParallelError
 from whimbrel.checkpoint import CheckpointManager, DirectoryStateful, RNGState, SharingPattern, StateComponent
-from whimbrel.checkpoint.component import Ranks, locate
+from whimbrel.checkpoint.component import locate
 from whimbrel.checkpoint.serialization import pack
 from whimbrel.checkpoint.writer import Snapshot, check_replication
+from whimbrel.distributed import World
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_single_process_writes_every_sharing_pattern(
     pattern: SharingPattern, group: str | None, stem: str, tmp_path
 ) -> None:
     component = StateComponent("x", torch.nn.Linear(2, 1), pattern, process_group_name=group)
-    assert locate(component, Ranks(), {"g": None}) == (stem, True)
+    assert locate(component, World(), {"g": None}) == (stem, True)
     manager = CheckpointManager(tmp_path, process_groups={"g": None})
     path = manager.save(1, [component])
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", f"{stem}.json", f"{stem}.safetensors"]
@@ -91,7 +92,7 @@ def test_replication_check_compares_tensors_of_any_name_and_other_values(other: 
         "x", RNGState(), SharingPattern.REPLICATED, validate_replication=True, validation_level="full"
     )
 
-    class TwoRanks(Ranks):
+    class TwoRanks(World):
         def __init__(self) -> None:
             super().__init__()
             self.gathered: list = []
