@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whimbrel.distributed.diloco import DiLoCo
 from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.distributed.pipeline import Pipeline, split_layers, stage_indices
 from whimbrel.distributed.strategy import clip_gradients_, gradient_norm, gradient_sync, shard_or_replicate
@@ -109,16 +108,3 @@ def _step(world: World, parameters: list[Tensor], optimizer: torch.optim.Optimiz
     optimizer.step()
     optimizer.zero_grad()
     return float(norm)
-
-
-def outer_steps(settings: dict[str, Any], steps: int) -> tuple[list[list[float]], int]:
-    """DiLoCo with an inner optimizer that moves every weight by (rank + 1) a step; weights after each, bytes sent."""
-    weight = torch.linspace(-1, 1, 512)
-    config = ParallelConfig(strategy="diloco", **settings)
-    outer = DiLoCo([weight], config, dist.group.WORLD)
-    found = []
-    for step in range(1, steps + 1):
-        weight -= 0.01 * (dist.get_rank() + 1)
-        outer.step(step)
-        found.append(weight.tolist())
-    return found, outer.bytes_sent

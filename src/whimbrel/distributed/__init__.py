@@ -6,6 +6,7 @@ from whimbrel.distributed.activation_checkpoint import (
     find_blocks,
     offload_activations,
 )
+from whimbrel.distributed.diloco import DiLoCo
 from whimbrel.distributed.layout import Layout, ParallelConfig
 from whimbrel.distributed.sharded_rows import check_replicas
 from whimbrel.distributed.strategy import clip_gradients_, gradient_norm, gradient_sync, shard_or_replicate, unwrap
@@ -13,6 +14,7 @@ from whimbrel.distributed.tensor_parallel import apply_tensor_parallel
 from whimbrel.distributed.world import World, join_world
 
 __all__ = [
+    "DiLoCo",
     "Layout",
     "ParallelConfig",
     "World",

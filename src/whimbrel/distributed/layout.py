@@ -25,7 +25,7 @@ FILLS: dict[Strategy, str] = {
 OPTIONS: dict[str, Strategy] = {
     "reshard_after_forward": "fsdp", "cpu_offload": "fsdp", "param_dtype": "fsdp", "pipeline_schedule": "pipeline",
     "sync_every": "diloco", "outer_lr": "diloco", "outer_momentum": "diloco", "fragments": "diloco",
-    "delta_dtype": "diloco",
+    "delta_dtype": "diloco", "delta_rank": "diloco",
 }  # fmt: skip
 """Options that only one strategy has."""
 
@@ -65,9 +65,11 @@ class ParallelConfig:
     """diloco: parts of the model that are synchronized in turn (Streaming DiLoCo); 1: all at once."""
     delta_dtype: Literal["int8"] | None = None
     """diloco: quantize the exchanged parameter deltas; default: fp32."""
+    delta_rank: int | None = None
+    """diloco: exchange the deltas of matrices as two factors of this rank; default: complete."""
 
     def __post_init__(self) -> None:
-        for name in (*SIZES, "timeout", "sync_every", "fragments"):
+        for name in (*SIZES, "timeout", "sync_every", "fragments", "delta_rank"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"expected parallel.{name} > 0, got {value}")
@@ -81,6 +83,8 @@ class ParallelConfig:
             )
         if self.strategy == "diloco" and ((self.tp or 1) > 1 or (self.pp or 1) > 1):
             raise ConfigError("parallel.strategy = diloco does not work with tp or pp: leave them out")
+        if self.delta_dtype is not None and self.delta_rank is not None:
+            raise ConfigError("expected parallel.delta_dtype or parallel.delta_rank, got both: leave one out")
         self._check_unused()
 
     def _check_unused(self) -> None:

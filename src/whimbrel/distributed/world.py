@@ -38,8 +38,12 @@ BACKGROUND_TIMEOUT = timedelta(hours=1)
 class World:
     """This process and its peers. A single process is rank 0 of 1 and communicates with nobody."""
 
-    def __init__(self, layout: Layout | None = None, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, layout: Layout | None = None, mesh: DeviceMesh | None = None, *, independent: bool = False
+    ) -> None:
         self.layout, self.mesh = layout or Layout(), mesh
+        self.independent = independent
+        """Whether data ranks train on their own gradients (DiLoCo) instead of those of the global batch."""
         self.rank: int = 0 if mesh is None else dist.get_rank()
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank)) if mesh is not None else 0
         self.node = int(os.environ.get("GROUP_RANK", self._node_of_rank())) if mesh is not None else 0
@@ -66,6 +70,12 @@ class World:
             value = value.clone()
             dist.all_reduce(value, group=self.dp_group)
         return value
+
+    def items_per_rank(self, count: Tensor) -> Tensor:
+        """What each rank divides its loss by, so that the mean gradient of ranks is that of the global batch."""
+        if self.dp_size == 1 or self.independent:
+            return count.clamp(min=1)
+        return self.sum_over_data(count).clamp(min=1) / self.dp_size
 
     def sum_on_host(self, value: int) -> int:
         """Sum a number over the ranks that read different data."""
@@ -179,7 +189,7 @@ def join_world(config: ParallelConfig, device_type: str) -> World:
         _init_process_group(config, device_type, size)
         atexit.register(_leave)
     mesh = init_device_mesh(device_type, tuple(getattr(layout, name) for name in SIZES), mesh_dim_names=SIZES)
-    return World(layout, mesh)
+    return World(layout, mesh, independent=config.strategy == "diloco")
 
 
 def _leave() -> None:

@@ -28,6 +28,7 @@ from whimbrel.checkpoint import read_manifest as read_checkpoint_manifest
 from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.data.shards import has_split
 from whimbrel.distributed import (
+    DiLoCo,
     World,
     activation_memory_budget,
     apply_activation_checkpointing,
@@ -82,6 +83,7 @@ __all__ = [
     "classified_parameters",
     "compile_ahead",
     "create_optimizer",
+    "create_outer_optimizer",
     "create_scheduler",
     "default_micro_batch",
     "flops_per_token",
@@ -564,6 +566,20 @@ def create_optimizer(
     return (
         _wrap_in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
     )
+
+
+def create_outer_optimizer(model: nn.Module, config: TrainerConfig, world: World, total_steps: int) -> DiLoCo | None:
+    """The outer optimizer of `parallel.strategy = "diloco"`; None for other strategies."""
+    if not world.independent:
+        return None
+    for name, is_set in {
+        "train.precision = fp16": config.train.precision == "fp16",
+        "ema.decay": config.ema.decay,
+    }.items():
+        if is_set:
+            raise ConfigError(f"parallel.strategy = diloco does not work with {name}: leave it out, or use ddp")
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return DiLoCo(parameters, config.parallel, world, total_steps)
 
 
 def _wrap_in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, accumulation: int) -> Optimizer:

@@ -5,6 +5,7 @@ The model component is a directory that `transformers` can load, if it supports 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -39,7 +40,7 @@ from whimbrel.checkpoint import (
 )
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
-from whimbrel.distributed import World, unwrap
+from whimbrel.distributed import DiLoCo, World, unwrap
 from whimbrel.distributed.state import full_state, is_sharded, shard_like
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT
@@ -101,6 +102,7 @@ class CheckpointMixin(ABC):
     _history_lines: list[str]
     """`state.log_history` as JSON, so that a save encodes only new entries."""
     _states_being_saved: dict[int, TrainerState]
+    _outer: DiLoCo | None = None
 
     @abstractmethod
     def dispatch(self, event: str, *, state: TrainerState | None = None, **kwargs: Any) -> TrainerControl:
@@ -123,7 +125,10 @@ class CheckpointMixin(ABC):
         """
         del _internal_call
         target = self.config.output_dir if output_dir is None else Path(output_dir)
-        export_model(self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir)
+        with self._outer_parameters():
+            export_model(
+                self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir
+            )
 
     def save_checkpoint(self, checkpoint_path: str | Path | None = None, *, temporary: bool = False) -> Path:
         """Save the complete state. With async_save, files are written in the background; `on_save` follows.
@@ -148,9 +153,10 @@ class CheckpointMixin(ABC):
         }
         if isinstance(self.config, RunConfig):
             metadata["micro_batch"] = self.config.train.micro_batch
-        saved = self.checkpoint_manager.save(
-            step, self.get_state_components(), metric=metric, metadata=metadata, path=path, temporary=temporary
-        )
+        with self._outer_parameters():
+            saved = self.checkpoint_manager.save(
+                step, self.get_state_components(), metric=metric, metadata=metadata, path=path, temporary=temporary
+            )
         if self.callbacks.waits_for_save:
             self.checkpoint_manager.drain()
         return saved
@@ -172,9 +178,12 @@ class CheckpointMixin(ABC):
         if self.optimizer is not None and self.lr_scheduler is not None:
             optimizer, scheduler = self._optimizer_components()
             sharded = any(map(is_sharded, self.unwrapped_model().parameters()))
-            pattern = SharingPattern.SHARDED if sharded else shared
+            pattern = SharingPattern.SHARDED if sharded else shared if self._outer is None else per_rank
             components.append(StateComponent("optimizer", optimizer, pattern, required=False))
             components.append(StateComponent("scheduler", scheduler, shared, required=False))
+        if self._outer is not None:  # after the model
+            components.append(StateComponent("outer_optimizer", self._outer.outer_state, shared, required=False))
+            components.append(StateComponent("worker", self._outer.worker_state, per_rank, required=False))
         components.append(StateComponent("trainer", self, shared))
         if self.train_dataloader is not None:
             pattern = self._get_dataset_sharing_pattern()
@@ -186,6 +195,16 @@ class CheckpointMixin(ABC):
             files = SaveModelFiles(save, self.config.output_dir)
             components.append(StateComponent("save_model", files, shared, required=False))
         return components
+
+    def _outer_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """The parameters to evaluate and save: under DiLoCo, those that all workers have in common."""
+        return contextlib.nullcontext() if self._outer is None else self._outer.outer_parameters()
+
+    def _finish_outer(self) -> None:
+        """At the end of training, leave the parameters that were saved in the model."""
+        if self._outer is not None:
+            self._outer.finish()
+            self._outer = None
 
     def _optimizer_components(self) -> tuple[OptimizerState, SchedulerState]:
         """The components of optimizer and scheduler, which record their initial settings when they are created."""

@@ -118,6 +118,9 @@ class OverridableMethodsMixin(ABC):
         """Log metrics; see BaseTrainer."""
 
     @abstractmethod
+    def _outer_parameters(self) -> contextlib.AbstractContextManager[None]: ...
+
+    @abstractmethod
     def _prepare_model(self) -> None: ...
 
     @abstractmethod
@@ -317,12 +320,13 @@ class OverridableMethodsMixin(ABC):
             return self.prediction_step(model, batch, not gather, ignore_keys=self._ignore_keys)
 
         try:
-            return evaluate_batches(
-                self._counting_objective(objective, "prediction_step"), model, limited, self.precision,
-                on_batch=lambda: self.dispatch("on_prediction_step"), limit=limit, gather=gather,
-                step=step if gather or overrides(self, "prediction_step") else None,
-                preprocess=self.preprocess_logits_for_metrics,
-            )  # fmt: skip
+            with self._outer_parameters():
+                return evaluate_batches(
+                    self._counting_objective(objective, "prediction_step"), model, limited, self.precision,
+                    on_batch=lambda: self.dispatch("on_prediction_step"), limit=limit, gather=gather,
+                    step=step if gather or overrides(self, "prediction_step") else None,
+                    preprocess=self.preprocess_logits_for_metrics,
+                )  # fmt: skip
         finally:
             self._default_objective = training_objective
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from whimbrel.distributed import World, clip_gradients_, gradient_norm, gradient_sync
+from whimbrel.distributed import DiLoCo, World, clip_gradients_, gradient_norm, gradient_sync
 from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision
 from whimbrel.train.batches import Batches, token_count
@@ -81,6 +81,7 @@ class TrainStep:
     """A subclass's `training_step(batch, num_items)`, which replaces our forward and backward pass."""
     world: World = field(default_factory=World)
     """The processes that train together."""
+    outer: DiLoCo | None = None
     clip: float | None = None
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     _parameters: list[nn.Parameter] = field(init=False)
@@ -89,6 +90,8 @@ class TrainStep:
     """When the last step ended and the next one starts; None if something other than a step ran since then."""
 
     def __post_init__(self) -> None:
+        if self.outer is not None:
+            self.outer.start()
         self._parameters = list(self.model.parameters())  # cached: walking the module tree takes longer than clipping
 
     def run(self, step: int) -> int | None:
@@ -104,9 +107,7 @@ class TrainStep:
         # first backward pass, and each loss is divided by the total.
         with self.precision.autocast():
             counts = [self.objective.count(self.model, batch) for batch in micro_batches]
-        num_items = self.world.sum_over_data(torch.stack(counts).sum()).clamp(min=1)
-        if self.world.dp_size > 1:
-            num_items = num_items / self.world.dp_size  # the mean of the ranks' gradients is then the gradient
+        num_items = self.world.items_per_rank(torch.stack(counts).sum())
         loss = torch.zeros((), device=num_items.device)
         extra: dict[str, Tensor] = {}
         for index, batch in enumerate(micro_batches, start=1):
@@ -125,10 +126,9 @@ class TrainStep:
             if index < len(micro_batches):
                 self.dispatch("on_substep_end")
 
-        if self.world.dp_size > 1:
-            loss, *means = self.world.sum_over_data(torch.stack([loss, *extra.values()])) / self.world.dp_size
-            extra = dict(zip(extra, means, strict=True))
         norm = self._clip_gradients()
+        if self.world.dp_size > 1:
+            loss, norm, extra = self._mean_over_ranks(loss, norm, extra)
         lr = self.lr()
         self.dispatch("on_pre_optimizer_step")
         skipped = self.on_nonfinite == "skip" and not bool((loss + norm).isfinite())
@@ -140,6 +140,8 @@ class TrainStep:
             self.dispatch("on_optimizer_step")
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.outer is not None:
+            self.outer.step(step)
 
         tokens = self.world.sum_on_host(sum(token_count(batch) for batch in micro_batches))
         values = _copy_to_host(loss, norm, *extra.values())
@@ -165,6 +167,15 @@ class TrainStep:
     def reset_timer(self) -> None:
         """Do not count time since the last step toward the next one; call it before an evaluation or a save."""
         self._step_end = None
+
+    def _mean_over_ranks(
+        self, loss: Tensor, norm: Tensor, extra: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Loss and extra metrics of the global batch; the mean norm if ranks step on their own gradients."""
+        values = [loss, *extra.values(), *([norm.to(loss)] if self.world.independent else [])]
+        loss, *means = self.world.sum_over_data(torch.stack(values)) / self.world.dp_size
+        norm = means.pop() if self.world.independent else norm
+        return loss, norm, dict(zip(extra, means, strict=True))
 
     def _clip_gradients(self) -> Tensor:
         """Unscale and clip the gradients; returns their norm before clipping."""

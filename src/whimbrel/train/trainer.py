@@ -335,6 +335,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         if total is None:
             total = self.train_dataloader.steps_for(config.train.epochs or 0.0, config.train.accumulation or 1)
         self._create_optimizer_and_scheduler(total)
+        self._outer = build.create_outer_optimizer(self.unwrapped_model(), config, self.world, total)
         self._optimizer_states = None
         self._optimizer_components()  # they record initial settings, before a checkpoint or a step changes them
         self.state, self.control, self.totals = self._initial_state(total), TrainerControl(), RunningTotals()
@@ -361,6 +362,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             self._run_epochs(self._session)
             self.checkpoint_manager.wait()
             self._dispatch_finished_saves()
+            self._finish_outer()
             interrupted = self.is_draining and not self._is_last_step
             if self.config.checkpoint.best is not None and not (interrupted or self.control.should_abort_without_save):
                 self._load_best()
@@ -400,6 +402,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             training_step=self._overridden_training_step(self.model),
             precision=self.precision,
             world=self.world,
+            outer=self._outer,
             accumulation=config.train.accumulation or 1,
             stopwatch=Stopwatch(self.device),
             dispatch=self.dispatch,
@@ -674,6 +677,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         components = [c for c in self.get_state_components() if c.key not in ("dataset", "rng")]
         epoch = self.state.raw_epoch
         manager.load(components, manager.current() or self.resumed_from)
+        if self._outer is not None:
+            self._outer.start()
         self.state.raw_epoch = epoch
         self.state.epoch_start_step = min(self.state.epoch_start_step, self.state.global_step)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
