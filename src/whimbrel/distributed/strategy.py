@@ -36,10 +36,16 @@ def shard_or_replicate(model: nn.Module, world: World, config: ParallelConfig, d
         return model
     from torch.nn.parallel import DistributedDataParallel
 
-    device_ids = [device] if device.type == "cuda" else None
-    # Ranks start from equal weights (one seed, or one file), and buffers are not trained.
+    # Ranks start from equal weights (one seed, or one file). Buffers such as BatchNorm statistics follow rank 0 in each
+    # forward pass, except those that are not saved: tables that never change.
+    tables = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, tables)
     return DistributedDataParallel(
-        model, device_ids=device_ids, process_group=world.dp_group, init_sync=False, forward_sync_buffers=False,
+        model, device_ids=[device] if device.type == "cuda" else None, process_group=world.dp_group, init_sync=False,
         gradient_as_bucket_view=True,
     )  # fmt: skip
 
