@@ -121,6 +121,18 @@ class TokenDataLoader:
         """Document ids of a batch for the attention mask; None if attention may cross documents ("join")."""
         return None if self.documents == "join" else document_ids(x_BT, self.eot_id)
 
+    def split(self, rank: int, world_size: int) -> None:
+        """Read as rank `rank` of `world_size`, unless the loader was made for several ranks already.
+
+        Raises ConfigError if it was made for other ranks.
+        """
+        if self.world_size not in (1, world_size) or (self.world_size > 1 and self.rank != rank):
+            raise ConfigError(
+                f"expected a TokenDataLoader for rank {rank} of {world_size}, got one for rank {self.rank} of "
+                f"{self.world_size}: leave out rank and world_size, the trainer splits the data"
+            )
+        self.rank, self.world_size = rank, world_size
+
     def reset(self) -> None:
         """Restart at the first token."""
         self.position = 0

@@ -98,6 +98,14 @@ class World:
             return {}
         return {name: self.mesh.get_group(name) for name in SIZES} | {"dp": self.dp_group}
 
+    def gather_over_data(self, value: T) -> list[T]:
+        """The values of the ranks that read different data, in order, on every rank."""
+        if self.dp_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.dp_size
+        dist.all_gather_object(values, value, group=self.dp_group)
+        return values
+
     def broadcast(self, value: T) -> T:
         """The value of rank 0, on every rank."""
         if self.size == 1:

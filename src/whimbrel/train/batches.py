@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader, read_manifest
@@ -25,6 +25,7 @@ from whimbrel.data.loader import derive_seed
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.train.arguments import argument_name
 from whimbrel.train.config import LoaderConfig
+from whimbrel.train.objectives import Filler
 
 __all__ = [
     "Batches",
@@ -149,6 +150,10 @@ class TokenBatches:
 class DatasetBatches:
     """Batches of a map-style dataset (reshuffled every epoch) or an iterable dataset (in its own order).
 
+    A global batch is the next `world_size * batch_size` examples, of which rank r gets the r-th slice; a short one, at
+    the end of an epoch, is split evenly. An iterable dataset is read by every rank, which keeps its slices. Epochs and
+    positions are global, so that a run can continue with another batch size or number of ranks.
+
     While a batch is built, the global generators are seeded from the seed, the epoch and the batch number. So a batch
     is the same whether it is prefetched, loaded by a worker or loaded after a resume, and the random numbers of the
     training itself do not depend on data loading.
@@ -157,10 +162,15 @@ class DatasetBatches:
     def __init__(
         self, dataset: Any, batch_size: int, device: torch.device, *,
         collate: Collate, seed: int = 0, shuffle: bool = True, loader: LoaderConfig,
+        rank: int = 0, world_size: int = 1,
     ) -> None:  # fmt: skip
         self.dataset, self.batch_size, self.device = dataset, batch_size, device
+        self.rank, self.world_size = rank, world_size
         self._collate, self._seed, self._shuffle, self._loader = collate, seed, shuffle, loader
+        self._global_batch = batch_size * world_size
         self._epoch, self._batches_used, self._iter_epoch = 0, 0, 0
+        self._first_batch = 0
+        """Examples in the first batch of the epoch, if a resume with another batch size left an incomplete one."""
         self._batches: Iterator[Any] | None = None
         self._prefetched: list[Any] = []
         self._dataset_position: dict[str, Any] | None = None
@@ -178,7 +188,7 @@ class DatasetBatches:
             if not len(dataset):
                 raise DataError(f"expected a dataset with at least one example, got an empty {type(dataset).__name__}")
             raise DataError(
-                f"expected a dataset with at least {batch_size} examples, got {len(dataset)}: set "
+                f"expected a dataset with at least {self._global_batch} examples, got {len(dataset)}: set "
                 "dataloader_drop_last=False"
             )
 
@@ -197,8 +207,8 @@ class DatasetBatches:
     def __len__(self) -> int:
         if not self.has_length:
             raise TypeError(f"object of type {type(self.dataset).__name__} has no len()")
-        count, rest = divmod(len(self.dataset), self.batch_size)
-        return count + (rest > 0 and not self._loader.drop_last)
+        count, rest = divmod(len(self.dataset) - self._first_batch, self._global_batch)
+        return (self._first_batch > 0) + count + (rest > 0 and not self._loader.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over one epoch from its start."""
@@ -220,14 +230,17 @@ class DatasetBatches:
 
     def reset(self) -> None:
         """Reset to the start of the first epoch."""
-        self._epoch, self._batches_used, self._batches, self._dataset_position = 0, 0, None, None
-        self._prefetched.clear()
+        self._reset(0)
 
     def start_epoch(self, epoch: int) -> None:
         """Start an epoch, unless the position is already inside it."""
         if epoch != self._epoch:
-            self._epoch, self._batches_used, self._batches, self._dataset_position = epoch, 0, None, None
-            self._prefetched.clear()
+            self._reset(epoch)
+
+    def _reset(self, epoch: int) -> None:
+        self._epoch, self._batches_used, self._first_batch = epoch, 0, 0
+        self._batches, self._dataset_position = None, None
+        self._prefetched.clear()
 
     def next_batch(self) -> Any | None:
         """The next micro-batch, or None at the end of the epoch."""
@@ -256,16 +269,18 @@ class DatasetBatches:
         return self._epoch + (self._batches_used / len(self) if self.has_length else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the number of batches used, and the dataset's own state if it has one."""
-        state: dict[str, Any] = {"epoch": self._epoch, "taken": self._batches_used, "batch_size": self.batch_size}
-        state |= self._identity()
+        """The epoch, the number of examples used in it, and the dataset's own state if it has one."""
+        position = self._batches_used * self._global_batch
+        if self._first_batch:
+            position += self._first_batch - self._global_batch
+        state: dict[str, Any] = {"epoch": self._epoch, "position": position * self._unit, **self._identity()}
         if self._fingerprint is not None:
             state["fingerprint"] = self._fingerprint
         dataset_state = self._dataset_position if self._prefetched else self._dataset_state()
         return state if dataset_state is None else state | {"dataset": dataset_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position; a different batch size continues at the same example, or raises DataError."""
+        """Restore a position; another batch size or number of ranks continues at the same example."""
         remedy = "resume with the same data and seed, or with resume_skip=('dataset',) (--resume.skip=dataset)"
         for name, value in self._identity().items():
             if state.get(name, value) != value:
@@ -275,20 +290,32 @@ class DatasetBatches:
         saved, current = state.get("fingerprint"), self._fingerprint
         if saved is not None and current is not None and saved != current:
             raise DataError(f"the examples of this dataset differ from those of the checkpoint: {remedy}")
-        examples = state["taken"] * state["batch_size"]
-        if examples % self.batch_size:
+        # Before there was a position, batches were counted.
+        examples = state["position"] if "position" in state else state["taken"] * state["batch_size"]
+        position, rest = divmod(int(examples), self._unit)
+        if rest:
             raise DataError(
                 f"expected a batch size that divides {examples}, the examples used in this epoch, got "
-                f"{self.batch_size}: resume with {state['batch_size']}"
+                f"{self.batch_size}: resume with the same DataLoader"
             )
-        self.reset()
-        self._epoch, self._batches_used = int(state["epoch"]), examples // self.batch_size
+        self._reset(int(state["epoch"]))
+        self._batches_used = math.ceil(position / self._global_batch)
+        self._first_batch = position % self._global_batch
         if self._has_exact_state and "dataset" in state:
             self._dataset_position = state["dataset"]
 
+    @property
+    def _unit(self) -> int:
+        """Examples that are read together: one, or the batch of a DataLoader."""
+        return 1
+
     def _identity(self) -> dict[str, int]:
         """Values that determine the order of an epoch; a saved position is valid only if they match."""
-        return {"examples": len(self.dataset), "seed": self._seed} if self.is_map_style else {"seed": self._seed}
+        if self.is_map_style:
+            return {"examples": len(self.dataset), "seed": self._seed}
+        if self._loader.workers > 1:  # each worker batches its own shards
+            return {"seed": self._seed, "workers": self._loader.workers, "global batch size": self._global_batch}
+        return {"seed": self._seed}
 
     @cached_property
     def _fingerprint(self) -> str | None:
@@ -325,7 +352,7 @@ class DatasetBatches:
             "generator": torch.Generator().manual_seed(seed),
         }  # fmt: skip
         if self.is_map_style:
-            batches = MapStyleEpoch(self.dataset, self._order(), self._collate, seed)
+            batches = MapStyleEpoch(self.dataset, self._order(), self._collate, seed, self.rank, self.world_size)
             self._batches = iter(DataLoader(batches, sampler=range(self._batches_used, len(self)), **shared))
             return self._batches
         if hasattr(self.dataset, "set_epoch"):
@@ -334,37 +361,53 @@ class DatasetBatches:
         if self._dataset_position is not None:
             self.dataset.load_state_dict(self._dataset_position)
             first = self._batches_used
-        stream = IterableEpoch(self.dataset, self.batch_size, self._loader.drop_last, self._collate, seed, first)
+        stream = IterableEpoch(
+            self.dataset, self._global_batch, self._loader.drop_last, self._collate, seed, first,
+            self._first_batch, self.rank, self.world_size,
+        )  # fmt: skip
         self._batches = itertools.islice(iter(DataLoader(stream, **shared)), self._batches_used - first, None)
         return self._batches
 
     def _order(self) -> list[list[int]]:
-        """The indices of each batch in this epoch."""
+        """The indices of each global batch in this epoch."""
         count = len(self.dataset)
         generator = torch.Generator().manual_seed(derive_seed(self._seed, "epoch", str(self._epoch)))
         order = torch.randperm(count, generator=generator).tolist() if self._shuffle else list(range(count))
-        return [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self))]
+        size = self._global_batch
+        first = self._first_batch - size if self._first_batch else 0
+        return [order[max(start, 0) : start + size] for start in range(first, count, size)][: len(self)]
 
 
 class DataLoaderBatches(DatasetBatches):
     """A user's DataLoader, or any iterable that yields the batches of one epoch each time it is iterated.
+
+    Several ranks take the loader's batches in turn: every rank reads all of them. At the end of an epoch some ranks may
+    have none left.
 
     The loader decides the order. Without its own generator, it is seeded per epoch and batch, so that a resumed run
     repeats the order; otherwise the state of its generator is part of the saved position. A resume reads and skips the
     batches that were already used.
     """
 
-    def __init__(self, batches: Any, device: torch.device, *, seed: int) -> None:
+    def __init__(self, batches: Any, device: torch.device, *, seed: int, rank: int = 0, world_size: int = 1) -> None:
         if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
             raise ConfigError(
                 f"expected a DataLoader, or an iterable that can be iterated once per epoch, got "
                 f"{type(batches).__name__}: return a torch.utils.data.DataLoader"
             )
+        sampler = getattr(batches, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise ConfigError(
+                f"expected a DataLoader over the whole dataset, got one with a DistributedSampler for "
+                f"{sampler.num_replicas} ranks: leave the sampler out, the trainer splits the data"
+            )
         self._epoch_start_states: list[Tensor] = []
         batch_size = getattr(batches, "batch_size", None) or 1
         super().__init__(
-            batches, batch_size, device, collate=_no_collate, seed=seed, shuffle=False, loader=LoaderConfig()
-        )
+            batches, batch_size, device, collate=_no_collate, seed=seed, shuffle=False, loader=LoaderConfig(),
+            rank=rank, world_size=world_size,
+        )  # fmt: skip
+        self._global_batch = world_size  # in batches of the loader
 
     @property
     def is_map_style(self) -> bool:
@@ -379,9 +422,6 @@ class DataLoaderBatches(DatasetBatches):
         except TypeError:
             return False
         return True
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the state of the loader's own generators at the start of the epoch."""
@@ -401,8 +441,12 @@ class DataLoaderBatches(DatasetBatches):
         for generator, generator_state in zip(generators, saved, strict=True):
             generator.set_state(torch.as_tensor(generator_state, dtype=torch.uint8))
 
+    @property
+    def _unit(self) -> int:
+        return self.batch_size
+
     def _identity(self) -> dict[str, int]:
-        return {"batches": len(self), "seed": self._seed} if self.has_length else {"seed": self._seed}
+        return {"batches": len(self.dataset), "seed": self._seed} if self.has_length else {"seed": self._seed}
 
     _fingerprint = None  # examples cannot be read ahead
 
@@ -416,8 +460,15 @@ class DataLoaderBatches(DatasetBatches):
         for candidate in (self.dataset, *(getattr(self.dataset, name, None) for name in ("dataset", "sampler"))):
             if hasattr(candidate, "set_epoch"):
                 candidate.set_epoch(self._epoch)
-        self._batches = itertools.islice(self._seeded_epoch(), self._batches_used, None)
+        self._batches = itertools.islice(self._own_batches(), self._batches_used, None)
         return self._batches
+
+    def _own_batches(self) -> Iterator[Any]:
+        """This rank's batch of every `world_size` batches."""
+        batches, size = self._seeded_epoch(), self._first_batch or self.world_size
+        while group := list(itertools.islice(batches, size)):
+            yield group[self.rank] if self.rank < len(group) else Filler(group[-1])
+            size = self.world_size
 
     def _seeded_epoch(self) -> Iterator[Any]:
         seed = derive_seed(self._seed, "batches", self._epoch)
@@ -445,9 +496,7 @@ class DataLoaderBatches(DatasetBatches):
 def seeded(seed: int) -> Iterator[None]:
     """Seed the generators of Python, NumPy and torch (CPU) inside the block, and restore them afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
+    _seed(seed)
     try:
         yield
     finally:
@@ -456,24 +505,49 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-class MapStyleEpoch(Dataset[Any]):
-    """The batches of one epoch over a map-style dataset."""
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
 
-    def __init__(self, dataset: Any, order: list[list[int]], collate: Collate, seed: int) -> None:
+
+def _share(batch: list[Any], rank: int, world_size: int) -> list[Any]:
+    """A rank's slice of a global batch; slices differ by at most one example."""
+    return batch[len(batch) * rank // world_size : len(batch) * (rank + 1) // world_size]
+
+
+class MapStyleEpoch(Dataset[Any]):
+    """The batches of one epoch over a map-style dataset: of each global batch in `order`, the slice of one rank."""
+
+    def __init__(
+        self, dataset: Any, order: list[list[int]], collate: Collate, seed: int, rank: int, world_size: int
+    ) -> None:
         self._dataset, self._order, self._collate, self._seed = dataset, order, collate, seed
+        self._rank, self._world_size = rank, world_size
 
     def __getitem__(self, number: int) -> Any:
-        indices, fetch = self._order[number], getattr(self._dataset, "__getitems__", None)
-        with seeded(derive_seed(self._seed, number)):
-            return self._collate(fetch(indices) if fetch else [self._dataset[index] for index in indices])
+        share = _share(self._order[number], self._rank, self._world_size)
+        indices, fetch = share or self._order[number][:1], getattr(self._dataset, "__getitems__", None)
+        # One process with `world_size` times the accumulation would use the same seeds.
+        with seeded(derive_seed(self._seed, number * self._world_size + self._rank)):
+            batch = self._collate(fetch(indices) if fetch else [self._dataset[index] for index in indices])
+        return batch if share else Filler(batch)
 
 
 class IterableEpoch(IterableDataset[Any]):
-    """The batches of one epoch over an iterable dataset, or of a worker's shard of it, numbered from `first`."""
+    """The batches of one epoch over an iterable dataset, or of a worker's shard of it, numbered from `first`.
 
-    def __init__(self, dataset: Any, batch_size: int, drop_last: bool, collate: Collate, seed: int, first: int) -> None:
+    `batch_size` is that of global batches, of which it yields the slice of one rank; the batch with number 0 has
+    `first_batch` examples, if that is not 0.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, drop_last: bool, collate: Collate, seed: int, first: int,
+        first_batch: int, rank: int, world_size: int,
+    ) -> None:  # fmt: skip
         self._dataset, self._batch_size, self._drop_last = dataset, batch_size, drop_last
-        self._collate, self._seed, self._first = collate, seed, first
+        self._collate, self._seed, self._first, self._first_batch = collate, seed, first, first_batch
+        self._rank, self._world_size = rank, world_size
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -481,12 +555,16 @@ class IterableEpoch(IterableDataset[Any]):
         with seeded(seed):
             examples = iter(self._dataset)
         for number in itertools.count(self._first):
+            size = self._batch_size if number or not self._first_batch else self._first_batch
             with seeded(derive_seed(seed, number)):
-                batch_examples = list(itertools.islice(examples, self._batch_size))
-                if len(batch_examples) < (self._batch_size if self._drop_last else 1):
+                global_batch = list(itertools.islice(examples, size))
+                if len(global_batch) < (size if self._drop_last else 1):
                     return
-                batch = self._collate(batch_examples)
-            yield batch
+                if self._rank:  # until here, all ranks draw the same random numbers
+                    _seed(derive_seed(seed, number, self._rank))
+                share = _share(global_batch, self._rank, self._world_size)
+                batch = self._collate(share or global_batch[:1])
+            yield batch if share else Filler(batch)
 
 
 def has_exact_state(dataset: Any) -> bool:
@@ -541,6 +619,8 @@ def _digest(value: Any) -> str | None:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move the tensors of a batch to the device, asynchronously from pinned memory."""
+    if isinstance(batch, Filler):
+        return Filler(to_device(batch.batch, device))
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -587,15 +667,19 @@ def _stack(values: list[Any], name: str) -> Tensor:
 
 def make_batches(
     dataset: Any, batch_size: int | None, device: torch.device, *,
-    collate: Collate, seed: int, shuffle: bool, loader: LoaderConfig,
+    collate: Collate, seed: int, shuffle: bool, loader: LoaderConfig, rank: int = 0, world_size: int = 1,
 ) -> TokenBatches | DatasetBatches:  # fmt: skip
-    """Batches of a dataset, DataLoader or TokenDataLoader; `batch_size` may be None only for a TokenDataLoader."""
+    """Batches of a dataset, DataLoader or TokenDataLoader; `batch_size` may be None only for a TokenDataLoader.
+
+    `rank` and `world_size` are those of the ranks that read different data.
+    """
     if isinstance(dataset, TokenDataLoader):
         if batch_size not in (None, dataset.B):
             raise ConfigError(
                 f"expected the TokenDataLoader's B = {dataset.B} as batch size, got {batch_size}: set both to the same"
             )
         _reject_loader_settings(loader, "a TokenDataLoader")
+        dataset.split(rank, world_size)
         return TokenBatches(dataset, device)
     assert batch_size is not None
     if isinstance(dataset, DataLoader):
@@ -606,12 +690,20 @@ def make_batches(
             )
         if shuffle:
             _reject_loader_settings(loader, "a DataLoader")
-        return DataLoaderBatches(dataset, device, seed=seed)
+        return DataLoaderBatches(dataset, device, seed=seed, rank=rank, world_size=world_size)
     if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise ConfigError(
             f"expected a dataset, got {type(dataset).__name__}: pass a TokenDataLoader, sequence or iterable"
         )
-    return DatasetBatches(dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader)
+    if world_size > 1 and getattr(dataset, "_distributed", None) is not None:  # a streaming dataset of `datasets`
+        raise ConfigError(
+            "expected the whole dataset, got the part of one rank (split_dataset_by_node): pass it unsplit, the "
+            "trainer splits the data"
+        )
+    return DatasetBatches(
+        dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader,
+        rank=rank, world_size=world_size,
+    )  # fmt: skip
 
 
 def _reject_loader_settings(loader: LoaderConfig, dataset_type: str) -> None:
@@ -625,19 +717,24 @@ def _reject_loader_settings(loader: LoaderConfig, dataset_type: str) -> None:
 
 
 def eval_token_batches(batches: TokenBatches, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first `tokens` (None: all) of a stream as batches; each sequence occurs once, for any batch size."""
+    """The first `tokens` (None: all) of a stream as batches; each sequence occurs once, for any batch size.
+
+    All ranks get the same number of batches.
+    """
     loader = batches.loader
     sequences = min(tokens or loader.total_tokens, loader.total_tokens - 1) // loader.T
     loader.reset()
     while sequences > 0:
         x, y = batches.next_batch()
-        y[sequences:] = IGNORE_INDEX  # the last batch may wrap around to the start
-        sequences -= loader.B
+        y[max(0, sequences - loader.rank * loader.B) :] = IGNORE_INDEX  # the last batch may wrap around to the start
+        sequences -= loader.B * loader.world_size
         yield x, y
 
 
 def token_count(batch: Any) -> int:
     """Number of tokens in a batch; if its inputs are not token ids, the number of examples."""
+    if isinstance(batch, Filler):
+        return 0
     inputs = batch.get("input_ids") if isinstance(batch, Mapping) else batch[0]
     if isinstance(inputs, Tensor) and not inputs.is_floating_point():
         return inputs.numel()

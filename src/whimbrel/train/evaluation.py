@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.distributed import World
 from whimbrel.models import IGNORE_INDEX
-from whimbrel.models.held_out_loss import LossAccumulator
+from whimbrel.models.held_out_loss import HeldOutLoss, LossAccumulator
 from whimbrel.precision import MixedPrecision
-from whimbrel.train.objectives import ComputeLossObjective, Objective, logits_from_outputs
+from whimbrel.train.objectives import ComputeLossObjective, Filler, Objective, logits_from_outputs
 
 __all__ = [
     "EvalLoopOutput",
@@ -60,7 +61,9 @@ class EvalPrediction:
 
 
 class EvalLoopOutput(NamedTuple):
-    """The mean loss over all targets (None if no batch has one), and predictions and labels if they were gathered."""
+    """The mean loss over all targets of all ranks (None if no batch has one), and predictions and labels if they were
+    gathered; equal on every rank.
+    """
 
     loss: float | None
     predictions: Any
@@ -72,6 +75,7 @@ def evaluate_batches(
     model: nn.Module,
     batches: Iterable[Any],
     precision: MixedPrecision,
+    world: World,
     *,
     on_batch: Callable[[], object],
     limit: int | None = None,
@@ -82,14 +86,19 @@ def evaluate_batches(
     """Evaluate at most `limit` batches in eval mode, calling `on_batch` after each.
 
     `step` replaces the objective. With `gather` it also returns predictions and labels, which are concatenated on the
-    CPU; sequences of unequal length are padded with -100, as in transformers.
+    CPU in the order of the data; sequences of unequal length are padded with -100, as in transformers.
+
+    Every data rank evaluates its slice of each batch; all have the same number of batches.
     """
-    predictions, labels, total = [], [], LossAccumulator()
+    parts: list[tuple[Any, Any]] = []
+    """Predictions and labels of each batch; None without them."""
+    total = LossAccumulator()
     # A custom loss function may return a mean and ignore the divisor.
     has_custom_loss = isinstance(objective, ComputeLossObjective) or getattr(objective, "loss_func", None) is not None
     is_mean = step is not None or has_custom_loss
     with _eval_mode(model):
-        for batch in itertools.islice(batches, limit):
+        for item in itertools.islice(batches, limit):
+            batch, counts = (item.batch, False) if isinstance(item, Filler) else (item, True)
             batch_logits = batch_labels = None
             with precision.autocast():
                 if step is None:
@@ -99,18 +108,24 @@ def evaluate_batches(
                 else:
                     loss, batch_logits, batch_labels = step(batch)
                     count = objective.count(model, batch)
-            if loss is not None:
+            if loss is not None and counts:
                 (total.add_mean if is_mean else total.add)(loss.mean(), count)
-            if gather and batch_logits is not None:
-                if preprocess is not None:
-                    batch_logits = preprocess(batch_logits, batch_labels)
-                predictions.append(_to_host(batch_logits))
-            if gather and batch_labels is not None:
-                labels.append(_to_host(batch_labels))
+            if gather and preprocess is not None and batch_logits is not None:
+                batch_logits = preprocess(batch_logits, batch_labels)
+            if gather:
+                parts.append((_to_host(batch_logits), _to_host(batch_labels)) if counts else (None, None))
             on_batch()
-    result = total.result()
+    return _combine(world.gather_over_data((total.result(), parts)))
+
+
+def _combine(ranks: list[tuple[HeldOutLoss | None, list[tuple[Any, Any]]]]) -> EvalLoopOutput:
+    """The loss of all ranks together, and their predictions and labels, batch by batch in the order of ranks."""
+    losses = [loss for loss, _ in ranks if loss is not None]
+    total = HeldOutLoss(sum(loss.loss_sum for loss in losses), sum(loss.num_tokens for loss in losses))
+    ordered = [part for batch in zip(*(parts for _, parts in ranks), strict=True) for part in batch]
+    predictions, labels = ([part[i] for part in ordered if part[i] is not None] for i in (0, 1))
     return EvalLoopOutput(
-        None if result is None else result.loss,
+        total.loss if losses else None,
         _concatenate(predictions) if predictions else None,
         _concatenate(labels) if labels else None,
     )

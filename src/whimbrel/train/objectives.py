@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from whimbrel.models import IGNORE_INDEX
 
 __all__ = [
     "ComputeLossObjective",
+    "Filler",
     "LossOutput",
     "ModelObjective",
     "Objective",
@@ -31,6 +33,7 @@ __all__ = [
     "loss_and_logits_from_outputs",
     "loss_from_outputs",
     "scalar_loss",
+    "unpack_filler",
 ]
 
 LossFunction = Callable[..., Tensor]
@@ -47,6 +50,18 @@ class LossOutput(NamedTuple):
     """The model's outputs, for predictions."""
     metrics: Mapping[str, Tensor] = {}
     """Additional scalars to log, weighted like the loss: sums over the targets divided by `num_items`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filler:
+    """The batch of a rank whose slice of a global batch is empty: with weight 0 it takes part in collectives."""
+
+    batch: Any
+
+
+def unpack_filler(batch: Any, num_items: Tensor) -> tuple[Any, Tensor]:
+    """A batch and the divisor of its loss: infinity for a filler, whose loss and gradient are 0 then."""
+    return (batch.batch, num_items * math.inf) if isinstance(batch, Filler) else (batch, num_items)
 
 
 class Objective(ABC):

@@ -7,6 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, DataError, TrainingError
 from whimbrel.data import TokenDataLoader
+from whimbrel.distributed import World
 from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision, torch_flags
 from whimbrel.train import build
@@ -78,6 +80,7 @@ class OverridableMethodsMixin(ABC):
     args: MinimalTrainingArguments
     config: TrainerConfig
     device: torch.device
+    world: World
     model: nn.Module | None
     model_init: Callable[[], nn.Module] | None
     objective: Objective | None
@@ -305,7 +308,7 @@ class OverridableMethodsMixin(ABC):
             if result.predictions is None or result.label_ids is None:
                 missing = "predictions" if result.predictions is None else f"labels ({', '.join(self.label_names)})"
                 raise DataError(f"compute_metrics needs predictions and labels, but the batches have no {missing}")
-            metrics |= call_compute_metrics(self.compute_metrics, result)
+            metrics |= self.world.on_main(partial(call_compute_metrics, self.compute_metrics, result))
         return metrics
 
     def _evaluate_batches(
@@ -322,7 +325,7 @@ class OverridableMethodsMixin(ABC):
         try:
             with self._outer_parameters():
                 return evaluate_batches(
-                    self._counting_objective(objective, "prediction_step"), model, limited, self.precision,
+                    self._counting_objective(objective, "prediction_step"), model, limited, self.precision, self.world,
                     on_batch=lambda: self.dispatch("on_prediction_step"), limit=limit, gather=gather,
                     step=step if gather or overrides(self, "prediction_step") else None,
                     preprocess=self.preprocess_logits_for_metrics,
@@ -350,7 +353,7 @@ class OverridableMethodsMixin(ABC):
                 self.eval_dataloader, self._ignore_keys = previous_dataloader, previous_ignore_keys
         metrics = {} if result.loss is None else {"loss": result.loss}
         if self.compute_metrics is not None and result.predictions is not None and result.label_ids is not None:
-            metrics |= call_compute_metrics(self.compute_metrics, result)
+            metrics |= self.world.on_main(partial(call_compute_metrics, self.compute_metrics, result))
         metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in metrics.items()}
         self.dispatch("on_predict", metrics=metrics)
         return PredictionOutput(result.predictions, result.label_ids, metrics)
@@ -453,8 +456,10 @@ class OverridableMethodsMixin(ABC):
         if isinstance(dataloader, TokenBatches | DatasetBatches):
             return dataloader
         if isinstance(dataloader, TokenDataLoader):
-            return TokenBatches(dataloader, self.device)
-        return DataLoaderBatches(dataloader, self.device, seed=self._data_seed)
+            return self._make_batches(dataloader, dataloader.B, shuffle=False)
+        return DataLoaderBatches(
+            dataloader, self.device, seed=self._data_seed, rank=self.world.dp_rank, world_size=self.world.dp_size
+        )
 
     @property
     def _data_seed(self) -> int:
@@ -477,6 +482,8 @@ class OverridableMethodsMixin(ABC):
             seed=self._data_seed,
             shuffle=shuffle and loader.shuffle,
             loader=loader,
+            rank=self.world.dp_rank,
+            world_size=self.world.dp_size,
         )
 
 

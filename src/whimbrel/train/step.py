@@ -15,7 +15,7 @@ from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision
 from whimbrel.train.batches import Batches, token_count
 from whimbrel.train.device import Stopwatch
-from whimbrel.train.objectives import LossOutput, Objective
+from whimbrel.train.objectives import Filler, LossOutput, Objective, unpack_filler
 
 __all__ = ["NonFiniteError", "Scheduler", "StepMetrics", "TrainStep"]
 
@@ -106,17 +106,18 @@ class TrainStep:
         # The step's loss is one mean over the targets of all micro-batches of all ranks, so all are counted before the
         # first backward pass, and each loss is divided by the total.
         with self.precision.autocast():
-            counts = [self.objective.count(self.model, batch) for batch in micro_batches]
+            counts = [self._count(batch) for batch in micro_batches]
         num_items = self.world.items_per_rank(torch.stack(counts).sum())
         loss = torch.zeros((), device=num_items.device)
         extra: dict[str, Tensor] = {}
         for index, batch in enumerate(micro_batches, start=1):
+            batch, divisor = unpack_filler(batch, num_items)
             with gradient_sync(self.model, last=index == len(micro_batches)):
                 if self.training_step is not None:
-                    output = LossOutput(self.training_step(batch, num_items))  # runs its own backward pass
+                    output = LossOutput(self.training_step(batch, divisor))  # runs its own backward pass
                 else:
                     with self.precision.autocast():
-                        output = self.objective(self.model, batch, num_items)
+                        output = self.objective(self.model, batch, divisor)
                 assert output.loss is not None
                 if self.training_step is None:
                     self.precision.scale(output.loss).backward()
@@ -163,6 +164,11 @@ class TrainStep:
                 raise NonFiniteError(pending.step, loss, norm)
             metrics = StepMetrics(pending.step, loss, norm, pending.lr, pending.tokens, seconds, pending.skipped)
             report(metrics, dict(zip(pending.names, extra, strict=True)))
+
+    def _count(self, batch: Any) -> Tensor:
+        if isinstance(batch, Filler):
+            return torch.zeros_like(self.objective.count(self.model, batch.batch))
+        return self.objective.count(self.model, batch)
 
     def reset_timer(self) -> None:
         """Do not count time since the last step toward the next one; call it before an evaluation or a save."""

@@ -356,8 +356,15 @@ def test_a_different_batch_size_continues_at_the_same_example() -> None:
     halved = make(listed(12), 2, shuffle=False)
     halved.load_state_dict(batches.state_dict())
     assert take(halved, 1) == [(0, [8, 9])]
+    for size, expected in ((3, [[8, 9, 10], [11]]), (5, [[8, 9, 10, 11]]), (16, [[8, 9, 10, 11]])):
+        for dataset in (listed(12), Counting(12), streamed(12).remove_columns(["y"])):
+            other = make(dataset, size, shuffle=False)
+            other.load_state_dict(batches.state_dict())
+            assert take(other, len(expected)) == [(0, values) for values in expected]
+            assert other.exhausted()
+    loader = DataLoaderBatches(torch.utils.data.DataLoader(listed(12), batch_size=3), CPU, seed=7)
     with pytest.raises(DataError, match="divides 8.* got 3"):
-        make(listed(12), 3).load_state_dict(batches.state_dict())
+        loader.load_state_dict(batches.state_dict() | {"batches": 4})
 
 
 def test_invalid_datasets_and_examples_raise_an_error() -> None:

@@ -1,0 +1,171 @@
+"""Jobs for test_data.py: datasets, evaluation and random numbers of a trainer on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from whimbrel.base.errors import WhimbrelError
+from whimbrel.distributed.layout import ParallelConfig
+from whimbrel.distributed.world import World, join_world
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.train import BaseTrainer, TrainingArguments
+from whimbrel.train.evaluation import EvalPrediction
+from whimbrel.train.objectives import LossOutput, Objective
+
+LENGTH, VOCAB = 8, 32
+Example = dict[str, Tensor]
+
+
+class Stream(IterableDataset[Example]):
+    """Examples without a length."""
+
+    def __init__(self, examples: list[Example]) -> None:
+        self.examples = examples
+
+    def __iter__(self) -> Iterator[Example]:
+        return iter(self.examples)
+
+
+class Regressor(nn.Module):
+    """A model without labels in its batches: it returns a loss, the mean over samples."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(LENGTH, 1), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        predicted = self.linear(self.dropout(x)).squeeze(-1)
+        return {"loss": (predicted - y).square().mean(), "logits": predicted}
+
+
+class Preferences(Objective):
+    """A DPO-like objective on pairs of sequences, without labels, with an additional metric."""
+
+    def count(self, model: nn.Module, batch: Any) -> Tensor:
+        return torch.tensor(len(batch["chosen"]))
+
+    def __call__(self, model: nn.Module, batch: Any, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
+        rewards = [
+            -torch.stack([model(row[None, :-1], targets=row[None, 1:]).loss for row in batch[name]])
+            for name in ("chosen", "rejected")
+        ]
+        margins = rewards[0] - rewards[1]
+        loss = -nn.functional.logsigmoid(margins).sum() / num_items
+        return LossOutput(loss, None, {"margin": margins.detach().sum() / num_items})
+
+
+def make_model(kind: str, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "regressor":
+        return Regressor(dropout)
+    sizes = {"num_layers": 2, "num_heads": 2, "embd_size": 16, "vocab_size": VOCAB, "context_length": LENGTH}
+    return GPT(GPTConfig(**sizes))
+
+
+def make_examples(count: int, kind: str) -> list[dict[str, Tensor]]:
+    """Examples with between 1 and 7 targets each."""
+    generator = torch.Generator().manual_seed(count)
+    if kind == "regressor":
+        return [{"x": row, "y": row.sum()} for row in torch.randn(count, LENGTH, generator=generator)]
+    ids = torch.randint(0, VOCAB, (2, count, LENGTH), generator=generator)
+    if kind == "preferences":
+        return [{"chosen": a, "rejected": b} for a, b in zip(*ids, strict=True)]
+    examples = []
+    for number, row in enumerate(ids[0]):
+        labels = row.clone()
+        labels[: number % 7] = -100
+        examples.append({"input_ids": row, "labels": labels})
+    return examples
+
+
+def make_dataset(examples: list[Any], source: str, batch_size: int) -> Any:
+    if source == "iterable":
+        return Stream(examples)
+    return examples if source == "list" else DataLoader(examples, batch_size=batch_size, shuffle=True)
+
+
+def make_trainer(settings: dict[str, Any], *, world: World | None = None, **arguments: Any) -> BaseTrainer:
+    """A trainer for the settings of a test, in the processes of the group or, with a world of one, alone."""
+    kind, count = settings.get("kind", "gpt"), settings.get("count", 25)
+    batch_size, source = arguments["per_device_train_batch_size"], settings.get("source", "list")
+    if world is None:
+        world = join_world(ParallelConfig(**settings.get("parallel", {})), "cpu")
+    args = TrainingArguments(
+        use_cpu=True, logging_steps=1, learning_rate=1e-2, lr_scheduler_type="constant", save_strategy="no",
+        per_device_eval_batch_size=batch_size, **arguments,
+    )  # fmt: skip
+    return BaseTrainer(
+        args, make_model(kind, settings.get("dropout", 0.0)), world=world,
+        train_dataset=make_dataset(make_examples(count, kind), source, batch_size),
+        eval_dataset=None if kind == "preferences" else make_examples(count + 8, kind),
+        objective=Preferences() if kind == "preferences" else None,
+        compute_metrics=hash_predictions if settings.get("metrics") else None,
+    )  # fmt: skip
+
+
+def hash_predictions(evaluation: EvalPrediction) -> dict[str, float]:
+    """Numbers that depend on every prediction and label, and on their order."""
+    predictions, labels = torch.as_tensor(evaluation.predictions), torch.as_tensor(evaluation.label_ids)
+    place = torch.arange(1, len(labels) + 1).double()
+    return {
+        "count": len(predictions),
+        "labels": float((labels.double().sum(-1) * place).sum()),
+        "logits": float((predictions.double().abs().mean((1, 2)) * place).sum()),
+    }
+
+
+def fit(settings: dict[str, Any], arguments: dict[str, Any], alone: bool = False) -> dict[str, Any]:
+    """Train; returns what was logged, and the final state."""
+    trainer = make_trainer(settings, world=World() if alone else None, **arguments)
+    trainer.train()
+    state, weights = trainer.state, trainer.unwrapped_model().state_dict()
+    names = [name for name in ("loss", "grad_norm", "margin") if name in state.log_history[0]]
+    found = {
+        "curve": [[entry[name] for name in names] for entry in state.log_history if "loss" in entry],
+        "epochs": [entry["epoch"] for entry in state.log_history if "loss" in entry],
+        "tokens": state.num_input_tokens_seen,
+        "steps": state.max_steps,
+        "weights": sum(float(_full(value).double().square().sum()) for value in weights.values()),
+    }
+    if trainer.eval_dataset is not None:
+        found["eval"] = trainer.evaluate()
+    return found
+
+
+def _full(tensor: Any) -> Tensor:
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def predict(settings: dict[str, Any], arguments: dict[str, Any], count: int, alone: bool = False) -> Any:
+    trainer = make_trainer(settings, world=World() if alone else None, **arguments)
+    found = trainer.predict(make_examples(count, "gpt"))
+    return found.predictions, found.label_ids, found.metrics
+
+
+def refused(kind: str) -> str:
+    """The error for data that was split before."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    examples: Any = make_examples(12, "gpt")
+    if kind == "sampler":
+        sampler = torch.utils.data.DistributedSampler(examples, num_replicas=size, rank=rank)
+        examples = DataLoader(examples, batch_size=2, sampler=sampler)
+    elif kind == "shard":
+        examples = examples[rank::size]
+    elif kind == "generator":
+        examples = DataLoader(examples, 2, shuffle=True, generator=torch.Generator().manual_seed(rank))
+    elif kind == "stream":
+        examples = Stream(examples[rank::size])
+    try:
+        trainer = make_trainer({}, per_device_train_batch_size=2, max_steps=2, output_dir="/nonexistent")
+        trainer.train_dataset = examples
+        trainer.train()
+    except WhimbrelError as error:
+        return str(error)
+    return "no error"
