@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -41,6 +41,8 @@ COMMANDS = {
     "doctor": "doctor:doctor",
 }
 """Commands in the order of the help page, each as MODULE:FUNCTION below `whimbrel.cli`."""
+DISTRIBUTED = {"train", "memory", "verify", "runs", "compare", "doctor"}
+"""Commands that several processes may run: training, and those that only read."""
 WITH_OVERRIDES = {"train", "memory"}
 """Commands that accept settings as `--section.name=value` or `--section.name value`."""
 
@@ -144,21 +146,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
         typer.echo(f"whimbrel: expected UTF-8 arguments, got {invalid!a}", err=True)
         sys.exit(2)
     try:
+        _check_processes(args)
         code = build_app(args[0] if args else None)(args, prog_name="whimbrel", standalone_mode=False)
-    except (WhimbrelError, OSError, typer.TyperException) as error:
-        if trace:
-            raise
-        _print_error(error)
-        sys.exit(2)
     except (typer.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        code = 130
     except Exception as error:
         if trace:
             raise
+        code = _report(error)
+    _exit(code if isinstance(code, int) else 0)
+
+
+def _check_processes(args: Sequence[str]) -> None:
+    """Raise if torchrun started several processes of a command that is not made for it."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and "RANK" in os.environ and args and args[0] in COMMANDS.keys() - DISTRIBUTED:
+        raise ConfigError(f"whimbrel {args[0]} runs in one process, got WORLD_SIZE={size}: start it without torchrun")
+
+
+def _report(error: Exception) -> int:
+    """Print an error in one line and return the exit code; of several processes, only the first that failed prints."""
+    is_first, prefix, code = True, "", None
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from whimbrel.distributed import failure
+
+        prefix = failure.rank_prefix()
+        is_first, code = failure.report_failure(error)
+        error = failure.explain(error)
+    if isinstance(error, WhimbrelError | OSError | typer.TyperException):
+        line, own_code = _error_line(error), 2
+    else:
         message = escape_controls(" ".join(str(error).split()))
-        typer.echo(f"whimbrel: unexpected {type(error).__name__}: {message} (--trace prints the traceback)", err=True)
-        sys.exit(1)
-    sys.exit(code if isinstance(code, int) else 0)
+        line = f"whimbrel: unexpected {type(error).__name__}: {message} (--trace prints the traceback)"
+        own_code = 1
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
+        typer.echo(str(error))
+    elif is_first:
+        typer.echo(f"{prefix}{line}", err=True)
+    return own_code if is_first else code or own_code
+
+
+def _exit(code: int) -> NoReturn:
+    if "whimbrel.distributed.failure" in sys.modules:
+        sys.modules["whimbrel.distributed.failure"].end_process(code)
+    sys.exit(code)
 
 
 def _set_passive_waiting() -> None:
@@ -180,10 +211,7 @@ def _is_utf8(argument: str) -> bool:
     return True
 
 
-def _print_error(error: Exception) -> None:
+def _error_line(error: Exception) -> str:
     text = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
-        typer.echo(text)
-        return
     command = getattr(getattr(error, "ctx", None), "command_path", "whimbrel")
-    typer.echo(f"{command}: {escape_controls(' '.join(text.split()))}", err=True)
+    return f"{command}: {escape_controls(' '.join(text.split()))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import sys
 import time
@@ -30,15 +31,23 @@ MAX_SECONDS_LEFT = 10**9
 
 
 class _StderrHandler(logging.Handler):
-    """Writes each message as one line to the current `sys.stderr`."""
+    """Writes each message as one line to the current `sys.stderr`, on ranks other than 0 with the rank."""
+
+    def __init__(self) -> None:
+        rank = os.environ.get("RANK", "0")
+        super().__init__(logging.INFO if rank == "0" else logging.WARNING)
+        self._prefix = "" if rank == "0" else f"[rank {rank}] "
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # the terminal is gone, so the failure cannot be reported
-            typer.echo(self.format(record), err=True)
+            typer.echo(f"{self._prefix}{self.format(record)}", err=True)
 
 
 def configure_logging() -> None:
-    """Show Whimbrel's log messages of level INFO and above, unless logging is already configured."""
+    """Show Whimbrel's log messages of level INFO and above, unless logging is already configured.
+
+    Of several processes, rank 0 shows them all, the others only warnings and errors.
+    """
     logger = logging.getLogger("whimbrel")
     if not logger.handlers:
         logger.addHandler(_StderrHandler())

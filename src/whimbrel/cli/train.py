@@ -44,6 +44,12 @@ def train(
     exit_143: Annotated[
         bool, typer.Option("--exit-143", help="Exit with code 143 instead of 0 when stopped by a signal.")
     ] = False,
+    nproc: Annotated[
+        int | None, typer.Option(help="Number of processes on this machine; default: one per visible GPU, 1 on a CPU.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="Restart all processes up to N times if one fails; they resume from a checkpoint.")
+    ] = 0,
     settings: Annotated[
         bool, typer.Option("--settings", is_eager=True, callback=_list_settings, help="List every setting and exit.")
     ] = False,
@@ -52,6 +58,8 @@ def train(
 
     Override any setting of the file with --section.name=value; none turns off an optional one. If the output directory
     contains a run, training resumes from its newest checkpoint. Ctrl-C finishes the step, saves and stops.
+
+    Several GPUs train together (docs/distributed.md); on several machines, start torchrun ... -m whimbrel train CONFIG.
     """
     from whimbrel.train import Trainer, load_run_config
     from whimbrel.train.callbacks import ProgressCallback
@@ -59,11 +67,37 @@ def train(
     del settings  # handled by its callback
     configure_logging()
     loaded = load_run_config(config, context.args)
+    processes = _processes_to_start(nproc, max_restarts, loaded)
+    if processes:
+        arguments = ["train", str(config), *context.args, *["--plain"] * plain]
+        raise typer.Exit(_launch(processes, arguments, max_restarts, exit_143=exit_143))
     trainer = Trainer.from_config(loaded, callbacks=[ProgressCallback(plain=plain)])
     trainer.train()
     _drop_unwritten_output()
     if trainer.received_signal is not None and exit_143:
         raise typer.Exit(143)
+
+
+def _processes_to_start(nproc: int | None, max_restarts: int, config: RunConfig) -> int:
+    """Number of processes to start; 0 to train in this one."""
+    from whimbrel.base.errors import ConfigError
+    from whimbrel.distributed.launch import default_processes
+
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if nproc is not None or max_restarts:
+            option = "--max-restarts" if nproc is None else "--nproc"
+            raise ConfigError(f"torchrun has already started this process: pass {option} to torchrun instead")
+        return 0
+    processes = default_processes(config.train.device) if nproc is None else nproc
+    return processes if processes != 1 or max_restarts else 0
+
+
+def _launch(processes: int, arguments: list[str], max_restarts: int, *, exit_143: bool) -> int:
+    from whimbrel.distributed.launch import launch
+
+    trace = ["--trace"] if "--trace" in sys.argv else []
+    code, stopped_by = launch(processes, [*arguments, *trace], max_restarts=max_restarts)
+    return 143 if stopped_by is not None and exit_143 and code == 0 else code
 
 
 def _drop_unwritten_output() -> None:

@@ -7,6 +7,7 @@ from whimbrel.distributed.activation_checkpoint import (
     offload_activations,
 )
 from whimbrel.distributed.diloco import DiLoCo
+from whimbrel.distributed.failure import report_failure
 from whimbrel.distributed.layout import Layout, ParallelConfig
 from whimbrel.distributed.sharded_rows import check_replicas
 from whimbrel.distributed.strategy import clip_gradients_, gradient_norm, gradient_sync, shard_or_replicate, unwrap
@@ -28,6 +29,7 @@ __all__ = [
     "gradient_sync",
     "join_world",
     "offload_activations",
+    "report_failure",
     "shard_or_replicate",
     "unwrap",
 ]

@@ -6,17 +6,18 @@ import atexit
 import copy
 import logging
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from whimbrel.base.errors import ConfigError, ParallelError, WhimbrelError, WriteError
+from whimbrel.distributed.failure import leave, meet, watch_peers
 from whimbrel.distributed.layout import SIZES, Layout, ParallelConfig, resolve_layout
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ T = TypeVar("T")
 
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Set by torchrun for every process."""
-EXIT_DELAY = 0.1
-"""Seconds for communication threads to finish before Python exits."""
 BACKGROUND_TIMEOUT = timedelta(hours=1)
 """For communication of background threads: a rank may have to wait until another has written a large file."""
 
@@ -142,6 +141,15 @@ class World:
                 raise error_class(f"rank {rank}: {message}")
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
+    def agree(self, flags: Sequence[bool], number: int) -> tuple[list[bool], int]:
+        """The flags of rank 0, and the largest number of any rank."""
+        if self.size == 1:
+            return list(flags), number
+        mine = torch.tensor([*map(int, flags if self.is_main else [False] * len(flags)), number])
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        *agreed, number = mine.tolist()
+        return [bool(flag) for flag in agreed], number
+
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result on every rank. If it raises, every rank raises that error."""
         if self.size == 1:
@@ -195,29 +203,37 @@ def join_world(config: ParallelConfig, device_type: str) -> World:
     layout = resolve_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     if not dist.is_initialized():
         _init_process_group(config, device_type, size)
-        atexit.register(_leave)
+        atexit.register(leave)
     mesh = init_device_mesh(device_type, tuple(getattr(layout, name) for name in SIZES), mesh_dim_names=SIZES)
-    return World(layout, mesh, independent=config.strategy == "diloco")
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        # A gloo thread that still frees the tensors of the last operation aborts the process when Python finalizes.
-        time.sleep(EXIT_DELAY)
+    world = World(layout, mesh, independent=config.strategy == "diloco")
+    if world.is_main:
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        logger.info(
+            "Distributed: %s over %d processes (%s), %s, %s%s",
+            config.strategy or "ddp", size, layout, "nccl" if device_type == "cuda" else "gloo", device_type,
+            "" if restart == "0" else f", restart {restart}",
+        )  # fmt: skip
+    return world
 
 
 def _init_process_group(config: ParallelConfig, device_type: str, size: int) -> None:
     """Initialize torch.distributed: NCCL between GPUs, and gloo for tensors in host memory."""
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.timeout)
-    try:
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:  # one process that was not launched by torchrun
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=size, timeout=timeout)
-    except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ParallelError(f"cannot connect {size} processes: {reason}") from error
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    rank = int(os.environ["RANK"])
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        name = meet(store, rank, size, config.timeout)
+        watch_peers(name, rank, config.timeout)
+        store = PrefixStore(name, store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, ParallelError):
+            raise
+        reason = " ".join(str(error).split())
+        raise ParallelError(f"cannot connect {size} processes: {reason}") from error

@@ -136,9 +136,11 @@ def build_run(config: RunConfig, world: World, sample_func: SampleFunction | Non
     device = choose_device(config.train.device)
     config = _with_recorded_micro_batch(config)
     model = _initial_model(config)
-    micro_batch = choose_micro_batch(config, model, device)
+    micro_batch = min(world.gather(choose_micro_batch(config, model, device)))
     loader = _build_train_loader(config, device, micro_batch, world)
-    recorded = replace(config, train=replace(config.train, micro_batch=micro_batch, device=str(device)))
+    recorded = replace(
+        config, train=replace(config.train, micro_batch=micro_batch, device=config.train.device or device.type)
+    )
     tokenizer = _find_tokenizer(config, loader.eot_id)
     return RunParts(
         config=_resolve_steps(recorded, TokenBatches(loader, device)),

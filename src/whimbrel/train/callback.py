@@ -126,7 +126,12 @@ class TrainerCallback:
     All events get `args, state, control, model` (unwrapped), `processing_class, optimizer, lr_scheduler,
     train_dataloader, eval_dataloader, trainer`, and the arguments named below. A handler may change `control` or
     return another. A callback with `state_dict` and `load_state_dict` is saved in checkpoints under its `name`
-    (default: its class name).
+    (default: its class name). Of several processes, rank 0 calls it, unless it needs `all_ranks`.
+    """
+
+    all_ranks: bool = False
+    """Call the handlers on every rank, as they need for collective operations (the weights of FSDP, for example). All
+    ranks then get the same events; only what rank 0 requests through `control` counts.
     """
 
     def on_init_end(self, **event: Any) -> TrainerControl | None:
@@ -215,6 +220,8 @@ class Callbacks(Sequence[Any]):
         self._callbacks: list[object] = []
         self._handlers: dict[str, list[tuple[object, Callable[..., Any]]]] = {}
         self.stopped_by: StopRequest | None = None
+        self.is_main = True
+        """Whether to call all callbacks, or (on ranks other than 0) only those with `all_ranks`."""
         for callback in callbacks:
             self.add(callback)
 
@@ -317,7 +324,8 @@ class Callbacks(Sequence[Any]):
             self._handlers[event] = [
                 (callback, getattr(callback, event))
                 for callback in self._callbacks
-                if callable(getattr(callback, event, None))
+                if (self.is_main or getattr(callback, "all_ranks", False))
+                and callable(getattr(callback, event, None))
                 and getattr(type(callback), event, None) is not getattr(TrainerCallback, event)
             ]
         return self._handlers[event]

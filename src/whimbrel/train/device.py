@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.distributed.world import launched_processes
 
 __all__ = ["Stopwatch", "choose_device", "device_name", "free_memory", "peak_flops", "peak_memory"]
 
@@ -34,10 +36,16 @@ PEAK_TFLOPS = (
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The named device, or the best available one; raises ConfigError if it is not available."""
+    """The named device, or the best available one; raises ConfigError if it is not available.
+
+    Of several processes, each gets a GPU of its own.
+    """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    processes = launched_processes()
+    if processes > 1:
+        available["mps"] = False
     if name is None:
-        return torch.device(next(kind for kind, is_available in available.items() if is_available))
+        name = next(kind for kind, is_available in available.items() if is_available)
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -46,7 +54,22 @@ def choose_device(name: str | None) -> torch.device:
     if (device.index or 0) >= count:
         usable = " or ".join(kind for kind, is_available in available.items() if is_available)
         raise ConfigError(f"device {name!r} is not available: choose {usable} (see whimbrel doctor)")
-    return device
+    return device if processes == 1 or device.type != "cuda" else _own_gpu(device, processes, count)
+
+
+def _own_gpu(device: torch.device, processes: int, count: int) -> torch.device:
+    """The GPU of this process."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if str(device) != "cuda":
+        raise ConfigError(
+            f"expected device cuda for {processes} processes, got {device}: each uses the GPU of its rank"
+        )
+    if local_rank >= count:
+        raise ConfigError(
+            f"expected a GPU for each process of this machine, got {count} for local rank {local_rank}: start fewer "
+            "processes, or set train.device=cpu (use_cpu)"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def device_name(device: torch.device) -> str:

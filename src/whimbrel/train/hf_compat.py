@@ -24,6 +24,7 @@ __all__ = [
     "UNSUPPORTED_OVERRIDES",
     "Alternative",
     "CheckedArguments",
+    "ProcessFlag",
     "accepted_kwargs",
     "check_overrides",
     "missing_attribute",
@@ -281,6 +282,16 @@ UNSUPPORTED_OVERRIDES = {
     "_validate_args": "check in __init__, after super().__init__(...)",
 }  # fmt: skip
 """Methods that our training loop never calls, and what to do instead of overriding them."""
+
+
+class ProcessFlag(int):
+    """A callable bool: `is_world_process_zero` is an attribute here, a method in transformers."""
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
 
 
 def check_overrides(trainer: object) -> None:

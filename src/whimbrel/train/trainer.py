@@ -19,7 +19,7 @@ from torch import nn
 from whimbrel.base.errors import ConfigError, TrainingError
 from whimbrel.checkpoint import CheckpointManager, RNGState
 from whimbrel.data import TokenDataLoader
-from whimbrel.distributed import World, join_world
+from whimbrel.distributed import World, join_world, report_failure
 from whimbrel.models import GPT
 from whimbrel.optim import parameter_table, resolve_steps
 from whimbrel.precision import MixedPrecision
@@ -35,7 +35,7 @@ from whimbrel.train.config import LogConfig, RunConfig, TrainerConfig
 from whimbrel.train.control import SignalHandler
 from whimbrel.train.device import Stopwatch, choose_device, device_name, peak_flops, peak_memory
 from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_better, has_metric
-from whimbrel.train.hf_compat import check_overrides, missing_attribute, overrides
+from whimbrel.train.hf_compat import ProcessFlag, check_overrides, missing_attribute, overrides
 from whimbrel.train.objectives import LossFunction, Objective
 from whimbrel.train.overridable import Accelerator, OverridableMethodsMixin
 from whimbrel.train.run_directory import check_directory, to_json
@@ -138,6 +138,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.processing_class, self.loss_fn, self.objective = processing_class, compute_loss_func, objective
         self.state, self.control, self.totals = TrainerState(), TrainerControl(), RunningTotals()
         self.callbacks = Callbacks.with_defaults(self.default_callbacks(), callbacks or ())
+        self.callbacks.is_main = self.world.is_main
         for callback in _log_callbacks(self.config.log):
             self.callbacks.add(callback)
         if not self.config.log.progress:
@@ -219,7 +220,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
 
     def dispatch(self, event: str, *, state: TrainerState | None = None, **kwargs: Any) -> TrainerControl:
         """Dispatch an event to the callbacks, with the current state or the one passed in, and return the control."""
-        for callbacks in (self._log_file, self.callbacks) if self.world.is_main else ():
+        for callbacks in (self._log_file, self.callbacks) if self.world.is_main else (self.callbacks,):
             if callbacks.handles(event):
                 self.control = callbacks.dispatch(
                     event, self.control, args=self.args, state=state or self.state,
@@ -260,12 +261,12 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         session.save_is_overdue = self._save_is_overdue(session)
         if self.world.size == 1:
             return
-        received = self._signals.received
-        flags = (asdict(self.control), session.save_is_due, session.save_is_overdue, self._callbacks_drain)
-        ranks = self.world.gather((received, flags))
-        self._agreed_signal = next((found for found, _ in ranks if found is not None), None)
-        control, session.save_is_due, session.save_is_overdue, self._callbacks_drain = ranks[0][1]
-        self.control = TrainerControl(**control)
+        control = asdict(self.control)
+        flags = [*control.values(), session.save_is_due, session.save_is_overdue, self._callbacks_drain]
+        flags, received = self.world.agree(flags, self._signals.received or 0)
+        self._agreed_signal = signal.Signals(received) if received else None
+        *values, session.save_is_due, session.save_is_overdue, self._callbacks_drain = flags
+        self.control = TrainerControl(**dict(zip(control, values, strict=True)))
 
     # Training
 
@@ -375,6 +376,9 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
                 "peak_memory": peak_memory(self.device),
             }  # fmt: skip
             output = TrainOutput(self.state.global_step, loss, metrics)
+        except Exception as error:
+            report_failure(error)  # first of all, since the other ranks may wait for this one
+            raise
         finally:
             self.checkpoint_manager.close()
             if output is None:
@@ -441,6 +445,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
 
     def _should_continue(self) -> bool:
         """Whether to run another step."""
+        assert self._session is not None
+        self._agree(self._session)
         self._check_signal("on_step_begin")
         train = self.config.train
         # A run of N epochs ends after N passes, even if callbacks ended some of them early. A rollback repeats steps
@@ -505,6 +511,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.control.should_evaluate |= config.validation.each_epoch and self.can_evaluate and self._past_eval_delay()
         self._request_save(session, config.checkpoint.each_epoch)
         self.dispatch("on_epoch_end")
+        self._agree(session)
 
     def _request_due_actions(self, session: _Session) -> None:
         """Set the flags in `control` that are due after this step; callbacks may still change them."""
@@ -591,6 +598,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         requested = (self.control.should_evaluate or evaluate_before_save) and self.can_evaluate
         if requested and self._claim(session, "evaluate"):
             self._evaluate_or_defer(session)
+            self._agree(session)
         self.control.should_evaluate = False
 
     def _evaluate_or_defer(self, session: _Session) -> None:
@@ -615,8 +623,11 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.control.should_save |= self.config.checkpoint.when_best and is_best
 
     def _check_interrupted(self) -> None:
-        """Raise EvaluationInterruptedError if the training loop is evaluating and the run must stop immediately."""
-        evaluating = self._session is not None and self._session.is_evaluating
+        """Raise EvaluationInterruptedError if the training loop is evaluating and the run must stop immediately.
+
+        Several ranks agree on a stop only between steps, so they finish the evaluation.
+        """
+        evaluating = self._session is not None and self._session.is_evaluating and self.world.size == 1
         if evaluating and (self.is_draining or self.control.should_abort_without_save):
             raise EvaluationInterruptedError
 
@@ -766,16 +777,6 @@ class Trainer(BaseTrainer):
     def default_callbacks(cls) -> list[Any]:
         """Progress and live control."""
         return [ProgressCallback(), ControlCallback()]
-
-
-class ProcessFlag(int):
-    """A callable bool: `is_world_process_zero` is an attribute here, a method in transformers."""
-
-    def __call__(self) -> bool:
-        return bool(self)
-
-    def __repr__(self) -> str:
-        return repr(bool(self))
 
 
 def train(
