@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         verify_component,
     )
     from whimbrel.checkpoint.serialization import pack, read_component, read_tensors, unpack, write_tensors
+    from whimbrel.checkpoint.sharded import SavedTensor, complete_state
 
 __all__ = [
     "CheckpointManager",
@@ -37,10 +38,12 @@ __all__ = [
     "Manifest",
     "RNGState",
     "SavedCheckpoint",
+    "SavedTensor",
     "SharingPattern",
     "StateComponent",
     "Stateful",
     "checkpoint_path",
+    "complete_state",
     "latest_checkpoint",
     "list_checkpoints",
     "missing_components",
@@ -72,6 +75,7 @@ __getattr__, __dir__ = lazy_exports(
             "verify_checkpoint",
             "verify_component",
         ],
+        "sharded": ["SavedTensor", "complete_state"],
         "serialization": ["pack", "read_component", "read_tensors", "unpack", "write_tensors"],
     },
 )

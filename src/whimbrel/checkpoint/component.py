@@ -22,6 +22,7 @@ from whimbrel.distributed.world import World
 __all__ = [
     "DirectoryStateful",
     "Location",
+    "PartialStateful",
     "RNGState",
     "ReshardedStateful",
     "SharingPattern",
@@ -66,6 +67,14 @@ class ReshardedStateful(Stateful, Protocol):
         """Derive the state at `step`; called instead of `load_state_dict` if other than `saved_ranks` ranks load it."""
 
 
+@runtime_checkable
+class PartialStateful(Stateful, Protocol):
+    """A stateful object of which a rank may need only parts."""
+
+    def load_parts(self, state: Any) -> None:
+        """Restore a state with a `SavedTensor` instead of each tensor; called instead of `load_state_dict`."""
+
+
 class SharingPattern(Enum):
     """Which ranks save a component, and which file each rank loads."""
 
@@ -78,7 +87,7 @@ class SharingPattern(Enum):
     PER_GROUP = "per_group"
     """One state per process group, saved by the group's lowest rank."""
     SHARDED = "sharded"
-    """Each rank saves its parts of sharded tensors; any number of ranks loads the complete state."""
+    """Each rank saves its parts of the tensors; any number of ranks loads them, split in any other way."""
     PER_NODE = "per_node"
     """One state per machine, saved by its local rank 0."""
 
@@ -151,7 +160,9 @@ def locate(component: StateComponent, world: World, groups: Mapping[str, Any]) -
     match component.sharing_pattern:
         case SharingPattern.GLOBAL | SharingPattern.REPLICATED:
             return Location(component.key, world.is_main)
-        case SharingPattern.PER_RANK | SharingPattern.SHARDED:
+        case SharingPattern.SHARDED:
+            return Location(component.key, is_writer=True)
+        case SharingPattern.PER_RANK:
             return Location(f"{component.key}.rank-{world.rank:05d}", is_writer=True)
         case SharingPattern.PER_NODE:
             return Location(f"{component.key}.node-{world.node:05d}", world.local_rank == 0)

@@ -25,6 +25,7 @@ from whimbrel.base.files import check_empty, remove_stale
 from whimbrel.base.lock import DirectoryLock
 from whimbrel.checkpoint.component import (
     DirectoryStateful,
+    PartialStateful,
     ReshardedStateful,
     SharingPattern,
     StateComponent,
@@ -38,13 +39,15 @@ from whimbrel.checkpoint.manifest import (
     checkpoint_path,
     has_all_files,
     list_checkpoints,
+    missing_components,
     missing_on_this_rank,
     read_manifest,
     remove_checkpoint,
     step_directories,
     verify_checkpoint,
 )
-from whimbrel.checkpoint.serialization import pack, read_component, read_sharded_component
+from whimbrel.checkpoint.serialization import pack, read_component
+from whimbrel.checkpoint.sharded import complete_state, read_saved
 from whimbrel.checkpoint.writer import ComponentSnapshot, HostBuffers, check_replication, write_checkpoint
 from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.distributed.world import World, join_world
@@ -342,8 +345,9 @@ class CheckpointManager:
     def load_component(self, component: StateComponent, path: Path) -> None:
         """Restore one component from a checkpoint. Unlike `load`, does not make it the run's current checkpoint."""
         self.drain()
-        _verify(path, [component], ())
-        _restore(component, path, locate(component, self._world, self._groups).stem)
+        manifest = self._world.run(lambda: _verify(path, [component], ()) if self._world.is_main else None)[0]
+        assert manifest is not None
+        self._world.run(partial(self._restore_component, component, path, manifest))
 
     def _choose(
         self, path: Path | None, selected: Sequence[StateComponent], optional: Collection[str]
@@ -365,12 +369,10 @@ class CheckpointManager:
         )
 
     def _restore(self, chosen: Path, manifest: Manifest, selected: Sequence[StateComponent]) -> None:
-        stems = {component.key: locate(component, self._world, self._groups).stem for component in selected}
-        for component in selected:
-            saved = manifest.components.get(component.key)
-            if saved is not None and "sharded" in (saved.pattern, component.sharing_pattern.value):
-                stems[component.key] = f"{component.key}.rank-00000" if saved.pattern == "sharded" else component.key
+        stems = {component.key: self._stem(component) for component in selected}
+        sharded = {key for key, saved in manifest.components.items() if saved.pattern == SharingPattern.SHARDED.value}
         missing = missing_on_this_rank(chosen, manifest, stems)
+        missing |= sharded.intersection(missing_components(chosen, manifest))
         resharded = {part.key for part in selected if self._has_other_ranks(part, manifest)}
         missing -= resharded
 
@@ -388,10 +390,30 @@ class CheckpointManager:
                     assert isinstance(component.stateful, ReshardedStateful)
                     component.stateful.load_resharded(len(manifest.components[component.key].ranks), manifest.step)
                 else:
-                    _restore(component, chosen, stems[component.key], manifest)
+                    self._restore_component(component, chosen, manifest)
 
         self._world.run(check_required)
         self._world.run(restore)
+
+    def _restore_component(self, component: StateComponent, path: Path, manifest: Manifest) -> None:
+        stem, stateful = self._stem(component), component.stateful
+        try:
+            if isinstance(stateful, PartialStateful):
+                stateful.load_parts(read_saved(path, stem))
+            elif manifest.components[component.key].pattern == SharingPattern.SHARDED.value:
+                stateful.load_state_dict(complete_state(read_saved(path, stem)))
+            elif isinstance(stateful, DirectoryStateful):
+                stateful.load_directory(path / stem)
+            else:
+                stateful.load_state_dict(read_component(path, stem))
+        except WhimbrelError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{path}: cannot load the state of '{component.key}': {reason}") from error
+
+    def _stem(self, component: StateComponent) -> str:
+        return locate(component, self._world, self._groups).stem
 
     def _has_other_ranks(self, component: StateComponent, manifest: Manifest) -> bool:
         """Whether each rank saved its own state, on another number of ranks, and the component can handle that."""
@@ -529,22 +551,6 @@ def _verify(path: Path, selected: Sequence[StateComponent], optional: Collection
         if component.required and component.key not in manifest.components:
             raise CheckpointError(f"{path} was written without the component '{component.key}'")
     return manifest
-
-
-def _restore(component: StateComponent, path: Path, stem: str, manifest: Manifest | None = None) -> None:
-    saved = None if manifest is None else manifest.components[component.key]
-    try:
-        if saved is not None and saved.pattern == SharingPattern.SHARDED.value:
-            component.stateful.load_state_dict(read_sharded_component(path, component.key, saved.ranks))
-        elif isinstance(component.stateful, DirectoryStateful):
-            component.stateful.load_directory(path / stem)
-        else:
-            component.stateful.load_state_dict(read_component(path, stem))
-    except WhimbrelError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: cannot load the state of '{component.key}': {reason}") from error
 
 
 def _as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:

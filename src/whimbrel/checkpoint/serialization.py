@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import parse_json
-from whimbrel.distributed.state import is_sharded, local_part
+from whimbrel.distributed.state import Reordered, is_sharded, local_part
 
 __all__ = ["pack", "read_component", "read_tensors", "sorted_by_alignment", "tensor_bytes", "unpack", "write_tensors"]
 
@@ -34,7 +34,8 @@ def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
     """Separate the tensors of `state` from the rest: named tensors, and a JSON tree that refers to them by name.
 
     A tensor that occurs twice is stored once. Subclasses of dict become dicts, NumPy scalars become Python numbers;
-    everything else is restored exactly by `unpack`. Raises CheckpointError for types that cannot be.
+    everything else is restored exactly by `unpack`. Raises CheckpointError for types that cannot be. Of a sharded
+    tensor, the tree has this rank's part (see checkpoint/sharded.py).
     """
     tensors: dict[str, Tensor] = {}
     names: dict[tuple[Any, ...], str] = {}
@@ -52,16 +53,17 @@ def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
             tensors[path] = tensor.detach()
         return {"tensor": names[identity]}
 
-    def add_part(tensor: Tensor, path: str) -> dict[str, Any]:
+    def add_part(node: Tensor | Reordered, path: str) -> dict[str, Any]:
+        tensor, order = node if isinstance(node, Reordered) else (node, None)
         part = local_part(tensor)
         stored = add(part.local, path)["tensor"] if part.is_writer and part.local.numel() else None
-        dtype = _dtype_name(part.local)
-        return {"part": {"tensor": stored, "offset": part.offset, "shape": list(tensor.shape), "dtype": dtype}}
+        shape, dtype = list(tensor.shape), _dtype_name(part.local)
+        return {"part": {"tensor": stored, "pieces": part.pieces(order), "shape": shape, "dtype": dtype}}
 
     def walk(node: Any, path: str) -> Any:
+        if isinstance(node, Reordered) or is_sharded(node):
+            return add_part(node, path)
         match node:
-            case Tensor() if is_sharded(node):
-                return add_part(node, path)
             case Tensor():
                 return add(node, path)
             case dict():
@@ -75,22 +77,27 @@ def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
     return tensors, walk(state, "")
 
 
-def unpack(tensors: dict[str, Tensor], tree: Any) -> Any:
+def unpack(tensors: Mapping[str, Tensor], tree: Any) -> Any:
     """The inverse of `pack`."""
+    return unpack_with(lambda kind, value: tensors[value] if kind == "tensor" else None, tree)
+
+
+def unpack_with(tensor: Callable[[str, Any], Any], tree: Any) -> Any:
+    """The state with this tree; `tensor` returns the tensor of a node, None for a kind that it does not know."""
     if not isinstance(tree, dict):
         return tree
     ((kind, value),) = tree.items()
     match kind:
-        case "tensor":
-            return tensors[value]
         case "dict":
-            return {key: unpack(tensors, node) for key, node in value}
+            return {key: unpack_with(tensor, node) for key, node in value}
         case "list":
-            return [unpack(tensors, node) for node in value]
+            return [unpack_with(tensor, node) for node in value]
         case "tuple":
-            return tuple(unpack(tensors, node) for node in value)
+            return tuple(unpack_with(tensor, node) for node in value)
         case "bytes":
             return bytes.fromhex(value)
+    if (found := tensor(kind, value)) is not None:
+        return found
     raise CheckpointError(f"unknown node type '{kind}' in the state: it was written by a newer version")
 
 
@@ -157,44 +164,6 @@ def read_component(path: Path, stem: str) -> Any:
         return unpack(tensors, tree)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the component '{stem}' is malformed ({error})") from error
-
-
-def read_sharded_component(path: Path, key: str, ranks: Sequence[int]) -> Any:
-    """The complete state of a component of which each of `ranks` saved its part of the sharded tensors."""
-    stems = [f"{key}.rank-{rank:05d}" for rank in ranks]
-    try:
-        trees = [parse_json((path / f"{stem}.json").read_bytes()) for stem in stems]
-        tensors = [dict(load_file(file)) if (file := path / f"{stem}.safetensors").exists() else {} for stem in stems]
-        return _merge(trees, tensors)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot read the component '{key}' ({error})") from error
-
-
-def _merge(nodes: Sequence[Any], tensors: Sequence[Mapping[str, Tensor]]) -> Any:
-    """`unpack` of the first tree, with every sharded tensor assembled from the parts in all trees."""
-    first = nodes[0]
-    if not isinstance(first, dict):
-        return first
-    ((kind, value),) = first.items()
-    match kind:
-        case "part":
-            full = torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]))
-            for node, stored in zip(nodes, tensors, strict=True):
-                part = node["part"]
-                if part["tensor"] is not None:
-                    local = stored[part["tensor"]]
-                    index = (
-                        slice(start, start + size) for start, size in zip(part["offset"], local.shape, strict=True)
-                    )
-                    full[tuple(index)] = local
-            return full
-        case "dict":
-            children = zip(*([item for _, item in node["dict"]] for node in nodes), strict=True)
-            return {key: _merge(items, tensors) for (key, _), items in zip(value, children, strict=True)}
-        case "list" | "tuple":
-            items = [_merge(items, tensors) for items in zip(*(node[kind] for node in nodes), strict=True)]
-            return items if kind == "list" else tuple(items)
-    return unpack(dict(tensors[0]), first)
 
 
 def sorted_by_alignment(tensors: Mapping[str, Tensor]) -> list[str]:

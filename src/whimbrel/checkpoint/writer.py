@@ -23,9 +23,10 @@ from torch import Tensor
 from whimbrel import __version__
 from whimbrel.base.errors import CheckpointError, ParallelError, WriteError
 from whimbrel.base.files import atomic_directory
-from whimbrel.checkpoint.component import DirectoryStateful, Location, StateComponent
+from whimbrel.checkpoint.component import DirectoryStateful, Location, SharingPattern, StateComponent
 from whimbrel.checkpoint.manifest import MANIFEST_FILE, ComponentEntry, FileEntry, Manifest
 from whimbrel.checkpoint.serialization import sorted_by_alignment, tensor_bytes, unpack, write_tensors
+from whimbrel.checkpoint.sharded import merge_trees, own_tensors, rank_file
 from whimbrel.distributed.world import World
 
 __all__ = ["ComponentSnapshot", "HostBuffers", "Snapshot", "check_replication", "write_checkpoint"]
@@ -123,7 +124,7 @@ def write_checkpoint(
             if not directory.is_dir():
                 raise CheckpointError(f"expected {target.parent} on a disk that all nodes share, but it is not here")
             return {
-                item.component.key: _write_component(directory, item.location.stem, item.component, item.snapshot)
+                item.component.key: _write_component(directory, item, plans.get(item.component.key), world)
                 for item in snapshots
                 if item.location.is_writer and item.snapshot is not None
             }
@@ -133,6 +134,11 @@ def write_checkpoint(
                 (directory / MANIFEST_FILE).write_bytes(manifest.to_json())
 
         directory = world.run(create)[0] or target
+        plans = {
+            item.component.key: merge_trees(world.gather(item.snapshot.tree))
+            for item in snapshots
+            if item.component.sharing_pattern is SharingPattern.SHARDED and item.snapshot is not None
+        }
         written = world.run(write_components)
         manifest = _manifest(step, [item.component for item in snapshots], written, metric, metadata)
         world.run(write_manifest)
@@ -140,19 +146,28 @@ def write_checkpoint(
     world.run(rename.close)
 
 
-def _write_component(directory: Path, stem: str, component: StateComponent, snapshot: Snapshot) -> dict[str, FileEntry]:
-    if isinstance(component.stateful, DirectoryStateful):
+def _write_component(directory: Path, item: ComponentSnapshot, plan: Any, world: World) -> dict[str, FileEntry]:
+    stem, stateful, snapshot = item.location.stem, item.component.stateful, item.snapshot
+    assert snapshot is not None
+    if isinstance(stateful, DirectoryStateful):
         try:
-            component.stateful.save_directory(snapshot.state(), directory / stem)
+            stateful.save_directory(snapshot.state(), directory / stem)
         except SafetensorError as error:  # safetensors reports a full disk with this error
             raise WriteError(f"cannot write {directory / stem}: {error}") from error
         files = sorted(path for path in (directory / stem).rglob("*") if path.is_file())
     else:
-        files = [directory / f"{stem}.json"]
-        files[0].write_text(json.dumps(snapshot.tree), encoding="utf-8")
-        if snapshot.tensors:
-            files.append(directory / f"{stem}.safetensors")
-            write_tensors(files[1], snapshot.tensors)
+        tree, tensors, tensor_file = snapshot.tree, snapshot.tensors, f"{stem}.safetensors"
+        if plan is not None:
+            own = own_tensors(plan, world.rank)
+            tree, tensor_file = plan, rank_file(stem, world.rank)
+            tensors = {name: tensor for name, tensor in tensors.items() if name in own}
+        files = []
+        if plan is None or world.is_main:
+            files.append(directory / f"{stem}.json")
+            files[0].write_text(json.dumps(tree), encoding="utf-8")
+        if tensors:
+            files.append(directory / tensor_file)
+            write_tensors(files[-1], tensors)
     return {path.relative_to(directory).as_posix(): FileEntry.from_file(path) for path in files}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 __all__ = ["Part", "copy_full_", "full_state", "full_tensor", "is_sharded", "local_part", "shard_like"]
 
 
+class Piece(NamedTuple):
+    """Local rows `start` to `stop`, and the index of their first element in the complete tensor."""
+
+    start: int
+    stop: int
+    offset: tuple[int, ...]
+
+
 class Part(NamedTuple):
     """The part of a sharded tensor that this rank holds."""
 
@@ -25,6 +34,25 @@ class Part(NamedTuple):
     """Index of its first element in the complete tensor."""
     is_writer: bool
     """False if another rank with the same part saves it."""
+
+    def pieces(self, order: Tensor | None = None) -> list[Piece]:
+        """The pieces of the part that are contiguous in the complete tensor; `order` is that of its rows."""
+        rows = len(self.local) if self.local.ndim else 1
+        if order is None or not rows:
+            return [Piece(0, rows, self.offset)] if self.local.numel() else []
+        indices = order[self.offset[0] : self.offset[0] + rows]
+        starts = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist()]
+        return [
+            Piece(start, stop, (int(indices[start]), *self.offset[1:]))
+            for start, stop in itertools.pairwise([*starts, rows])
+        ]
+
+
+class Reordered(NamedTuple):
+    """A sharded tensor whose rows are in the order `order` (see `row_orders`)."""
+
+    tensor: Tensor
+    order: Tensor
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -42,6 +70,14 @@ def local_part(tensor: Any) -> Part:
     assert coordinate is not None
     copies = [index for index, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()]
     return Part(tensor.to_local(), tuple(offset), not any(copies))
+
+
+def sharded_like(target: Any, local: Tensor) -> Tensor:
+    """A DTensor with this rank's part `local`, sharded like `target`."""
+    from torch.distributed.tensor import DTensor
+
+    local = local.to(target.device)
+    return DTensor.from_local(local, target.device_mesh, target.placements, shape=target.shape, stride=target.stride())
 
 
 def full_tensor(tensor: Any, order: Tensor | None = None) -> Tensor:

@@ -369,15 +369,15 @@ def _warn_about_full_rank(config: OptimConfig, groups: Iterable[dict[str, Any]])
 # Saved state
 
 
-def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], *, partial: bool = False) -> None:
     """Load saved state by parameter name; groups and options of `optimizer` do not change.
 
+    With `partial`, the state may also be for parameters that this optimizer does not have.
     Raises `OptimizerError` if the state was saved for other parameters or with incompatible options.
     """
     state_dict = optimizer.state_dict()
     current, restored = (_by_name(groups) for groups in (state_dict["param_groups"], saved["param_groups"]))
-    if current.keys() != restored.keys():
-        mismatched = sorted(current.keys() ^ restored.keys())
+    if mismatched := sorted(current.keys() - restored.keys() if partial else current.keys() ^ restored.keys()):
         raise OptimizerError(
             f"the saved optimizer state is for different parameters: {mismatched[0]} is missing on one side"
         )

@@ -41,15 +41,15 @@ from whimbrel.checkpoint import (
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
 from whimbrel.distributed import DiLoCo, World, unwrap
-from whimbrel.distributed.state import full_state, is_sharded, shard_like
+from whimbrel.distributed.state import full_state
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT
-from whimbrel.optim import OptimizerInBackward, Schedule, restore_optimizer
 from whimbrel.precision import MixedPrecision, QuantizedWeight
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train.callback import Callbacks, RunningTotals, TrainerControl, TrainerState
 from whimbrel.train.config import RunConfig, TrainerConfig
 from whimbrel.train.hf_compat import accepted_kwargs, overrides
+from whimbrel.train.optimizer_state import OptimizerState, SchedulerState
 from whimbrel.train.run_directory import clear_directory, events_folder, record_settings
 from whimbrel.train.step import Scheduler
 
@@ -61,8 +61,6 @@ REQUIRED_STATE = ("global_step", "epoch_start_step", "raw_epoch", "num_input_tok
 """Fields of TrainerState that a resume needs."""
 OPTIONAL_STATE = ("epoch", "best_metric", "best_global_step", "best_model_checkpoint")
 """Fields that a resume restores if the checkpoint has them."""
-SCHEDULED_RATES = ("lr", "initial_lr")
-"""Param-group entries computed by a torch scheduler: part of its state, not optimizer settings."""
 IGNORED_ENTRIES = ("architectures", "dtype", "problem_type", "torch_dtype", "transformers_version", "use_cache")
 """Config entries that may change on resume: they do not affect the function that the model computes."""
 IGNORED_SUBSTRINGS = ("drop", "token_id", "output_", "return_dict", "label2id", "id2label", "initializer")
@@ -177,8 +175,8 @@ class CheckpointMixin(ABC):
         components = [StateComponent("model", model_state(self.unwrapped_model(), self.processing_class), shared)]
         if self.optimizer is not None and self.lr_scheduler is not None:
             optimizer, scheduler = self._optimizer_components()
-            sharded = any(map(is_sharded, self.unwrapped_model().parameters()))
-            pattern = SharingPattern.SHARDED if sharded else shared if self._outer is None else per_rank
+            pattern = shared if self._outer is None else per_rank
+            pattern = SharingPattern.SHARDED if optimizer.is_sharded else pattern
             components.append(StateComponent("optimizer", optimizer, pattern, required=False))
             components.append(StateComponent("scheduler", scheduler, shared, required=False))
         if self._outer is not None:  # after the model
@@ -212,7 +210,8 @@ class CheckpointMixin(ABC):
         assert self.lr_scheduler is not None
         states = self._optimizer_states
         if states is None or states[0].optimizer is not self.optimizer or states[1].scheduler is not self.lr_scheduler:
-            states = self._optimizer_states = OptimizerState(self.optimizer), SchedulerState(self.lr_scheduler)
+            optimizer = OptimizerState(self.optimizer, self.unwrapped_model(), self.world)
+            states = self._optimizer_states = optimizer, SchedulerState(self.lr_scheduler)
         return states
 
     def _get_dataset_sharing_pattern(self) -> SharingPattern:
@@ -595,152 +594,6 @@ class SaveModelFiles:
 
     def load_directory(self, folder: Path) -> None:
         """Does nothing: see load_state_dict."""
-
-
-# Optimizer and learning-rate scheduler
-#
-# Moments and counters come from the checkpoint, settings from this run, as far as the two can be told apart. For an
-# optimizer built from the config they can. In an object created by the user, a group may mix counters with
-# settings (schedule-free and D-adaptation do), so each save also records the values that the object
-# started with: a setting whose initial value differs now was changed by the user and is kept; everything else is
-# restored.
-
-
-class OptimizerState:
-    """The state of an optimizer; create it right after the optimizer and its scheduler."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._initial_settings = _settings(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Moments, groups, the class, and the optimizer's initial settings."""
-        return {"class": _class_name(self.optimizer), "started": self._initial_settings, **self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore moments and counters; raises if the class or the parameters differ."""
-        skip = "skip its state with --resume.skip=optimizer (resume_skip=('optimizer',) in Python)"
-        remedy = f"choose another output_dir, or {skip}"
-        _check_class("optimizer", state["class"], _class_name(self.optimizer), remedy)
-        saved = {"state": state["state"], "param_groups": state["param_groups"]}
-        try:
-            if all("names" in group for group in self.optimizer.param_groups):
-                restore_optimizer(self.optimizer, saved)
-            else:
-                self._restore_user_optimizer(saved, state["started"])
-            _shard_states(self.optimizer)
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"the optimizer state in the checkpoint does not match the parameters or settings of the run "
-                f"({error}): keep the optim settings, {remedy}"
-            ) from error
-
-    def _restore_user_optimizer(self, saved: dict[str, Any], initial_settings: list[dict[str, Any]]) -> None:
-        """Restore an optimizer created by the user, except for settings that were changed since the save."""
-        has_own_schedule = all("peak_lr" in group for group in self.optimizer.param_groups)
-        self.optimizer.load_state_dict(saved)
-        for group, current, saved_initial in zip(
-            self.optimizer.param_groups, self._initial_settings, initial_settings, strict=True
-        ):
-            changed = {
-                name: value
-                for name, value in current.items()
-                if name not in saved_initial or not _equal(value, saved_initial[name])
-            }
-            if not has_own_schedule:
-                for name in [name for name in SCHEDULED_RATES if name in changed and name in saved_initial]:
-                    logger.warning(
-                        "ignoring %s = %s of the optimizer passed in: its scheduler resumes with %s from the "
-                        "checkpoint", name, changed.pop(name), saved_initial[name],
-                    )  # fmt: skip
-            group.update(changed)
-
-
-def _shard_states(optimizer: Optimizer) -> None:
-    """Shard states that were loaded as complete tensors like their parameters."""
-    for parameter, state in optimizer.state.items():
-        if is_sharded(parameter):
-            for name, value in state.items():
-                if isinstance(value, Tensor) and not is_sharded(value) and value.shape == parameter.shape:
-                    state[name] = shard_like(parameter, value)
-
-
-class SchedulerState:
-    """The state of a learning-rate scheduler; create it right after the scheduler."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self._initial_values = _initial_values(scheduler)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its position, its class, and its initial values."""
-        return {
-            "class": _class_name(self.scheduler),
-            "started": self._initial_values,
-            "state": dict(self.scheduler.state_dict()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`, including the settings of a scheduler created by the user; raises if the class differs.
-
-        A torch scheduler computes each rate from the previous one, so its settings cannot change mid-run.
-        """
-        skip = "skip its state with --resume.skip=scheduler (resume_skip=('scheduler',) in Python)"
-        remedy = f"pass the same scheduler, choose another output_dir, or {skip}"
-        _check_class("scheduler", state["class"], _class_name(self.scheduler), remedy)
-        self.scheduler.load_state_dict(state["state"])
-        if isinstance(self.scheduler, Schedule):
-            return
-        for name, value in self._initial_values.items():
-            if name in state["started"] and not _equal(value, state["started"][name]):
-                logger.warning(
-                    "ignoring %s = %s of the scheduler passed in: using %s from the checkpoint",
-                    name, value, state["started"][name],
-                )  # fmt: skip
-
-
-def _check_class(component: str, saved: str, current: str, remedy: str) -> None:
-    # A class defined in a script is in __main__, or in a named module if the script is imported.
-    from_script = ":" not in saved or ":" not in current
-    if saved != current and not (from_script and saved.rpartition(":")[2] == current.rpartition(":")[2]):
-        raise CheckpointError(
-            f"expected the state of the {component} {current}, got {saved} in the checkpoint: {remedy}"
-        )
-
-
-def _class_name(component: object) -> str:
-    """The class name; for a wrapper that steps in backward, that of the wrapped optimizer."""
-    cls = type(component.optimizer if isinstance(component, OptimizerInBackward) else component)
-    package = cls.__module__.partition(".")[0]
-    return cls.__qualname__ if package == "__main__" else f"{package}:{cls.__qualname__}"
-
-
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups without parameters and their names."""
-    return [
-        {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name not in ("params", "names")
-        }
-        for group in optimizer.state_dict()["param_groups"]
-    ]
-
-
-def _initial_values(scheduler: Scheduler) -> dict[str, Any]:
-    """Attributes of a scheduler that a user could have set: numbers, strings, and lists of them."""
-    return {
-        name: value
-        for name, value in scheduler.state_dict().items()
-        if not name.startswith("_")
-        and all(isinstance(item, int | float | str) for item in (value if isinstance(value, list) else [value]))
-    }
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return float(a) == float(b)
-    return bool(a == b)
 
 
 # Identity of the model
