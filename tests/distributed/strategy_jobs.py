@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from whimbrel.distributed.layout import ParallelConfig
-from whimbrel.distributed.pipeline import Pipeline, split_layers, stage_indices
+from whimbrel.distributed.pipeline import (
+    PipelineModel,
+    find_ties,
+    release_other_stages,
+    split_layers,
+    stage_indices,
+)
 from whimbrel.distributed.strategy import clip_gradients_, gradient_norm, gradient_sync, shard_or_replicate
 from whimbrel.distributed.tensor_parallel import apply_tensor_parallel
 from whimbrel.distributed.world import World, join_world
@@ -20,7 +25,7 @@ CPU = torch.device("cpu")
 STEPS, MICRO_BATCHES, BATCH, LENGTH, VOCAB = 6, 4, 8, 16, 96
 SIZES = {"num_layers": 4, "num_heads": 4, "embd_size": 32, "vocab_size": VOCAB, "context_length": LENGTH}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"tied_head": False},
+    "gpt2": {"tied_head": True},
     "llama": {
         "position": "rope", "norm": "rms", "gated_mlp": True, "activation": "silu", "bias": "none",
         "num_kv_heads": 2, "qk_norm": "weighted", "tied_head": False,
@@ -81,23 +86,24 @@ def _train(world: World, config: ParallelConfig, model: nn.Module) -> Curve:
 
 def _train_pipeline(world: World, config: ParallelConfig, model: GPT) -> Curve:
     assert world.mesh is not None
-    group, rank = world.mesh["pp"].get_group(), world.mesh.get_local_rank("pp")
+    rank, ties = world.mesh.get_local_rank("pp"), find_ties(model)
     indices = stage_indices(config.pipeline_schedule, rank, world.layout.pp)
     ranges = split_layers([1.0] * model.config.num_layers, world.layout.pp * len(indices), 0.5, 0.5)
     stages: list[nn.Module] = [GPTStage(model, ranges[index]) for index in indices]
+    release_other_stages(model, stages)
     if world.layout.tp > 1:
         for stage in stages:
             apply_tensor_parallel(stage, world.mesh["tp"])
     stages = [shard_or_replicate(stage, world, config, CPU) for stage in stages]
-    pipeline = Pipeline(stages, indices, config.pipeline_schedule, MICRO_BATCHES, CPU, group)
-    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    pipeline = PipelineModel(model, stages, ties, config.pipeline_schedule, MICRO_BATCHES, CPU, world.mesh)
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
     optimizer, curve = torch.optim.AdamW(parameters, lr=1e-2), []
     share = slice(world.dp_rank * BATCH // world.dp_size, (world.dp_rank + 1) * BATCH // world.dp_size)
     for inputs, targets in batches():
-        x, y = inputs[:, share].flatten(0, 1), targets[:, share].flatten(0, 1)
+        x, y = inputs[:, share], targets[:, share]
         num_items = world.sum_over_data((y != -100).sum()) / world.dp_size
-        loss = pipeline.forward_backward(x, y, None, num_items)
-        dist.all_reduce(loss, group=group)
+        micro_batches = [{"input_ids": x[i], "targets": y[i]} for i in range(MICRO_BATCHES)]
+        loss = pipeline.forward_backward(micro_batches, num_items)
         curve.append((float(world.sum_over_data(loss) / world.dp_size), _step(world, parameters, optimizer)))
     return curve
 

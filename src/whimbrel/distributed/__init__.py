@@ -9,6 +9,7 @@ from whimbrel.distributed.activation_checkpoint import (
 from whimbrel.distributed.diloco import DiLoCo
 from whimbrel.distributed.failure import report_failure
 from whimbrel.distributed.layout import Layout, ParallelConfig
+from whimbrel.distributed.pipeline import PipelineModel
 from whimbrel.distributed.sharded_rows import check_replicas
 from whimbrel.distributed.strategy import clip_gradients_, gradient_norm, gradient_sync, shard_or_replicate, unwrap
 from whimbrel.distributed.tensor_parallel import apply_tensor_parallel
@@ -18,6 +19,7 @@ __all__ = [
     "DiLoCo",
     "Layout",
     "ParallelConfig",
+    "PipelineModel",
     "World",
     "activation_memory_budget",
     "apply_activation_checkpointing",

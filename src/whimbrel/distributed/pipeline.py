@@ -6,19 +6,41 @@ The schedules are those of torch.distributed.pipelining; a step's micro-batches 
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from whimbrel.base.errors import ConfigError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.distributed.activation_checkpoint import find_blocks
 from whimbrel.distributed.layout import PipelineSchedule
 
-__all__ = ["CausalLMStage", "Pipeline", "split_layers", "stage_indices"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "CausalLMStage",
+    "PipelineModel",
+    "check_micro_batches",
+    "find_ties",
+    "min_micro_batches",
+    "release_other_stages",
+    "split_layers",
+    "stage_indices",
+]
+
+IGNORED = -100
+"""Target without a loss."""
+TWO_STAGES = ("interleaved", "zero-bubble")
+"""Schedules in which every rank has two stages."""
+Tie = list[tuple[nn.Module, str]]
+"""The places of one shared parameter: modules and attributes."""
 
 
 def stage_indices(schedule: PipelineSchedule, rank: int, ranks: int) -> list[int]:
@@ -28,6 +50,22 @@ def stage_indices(schedule: PipelineSchedule, rank: int, ranks: int) -> list[int
     if schedule == "zero-bubble":
         return [rank, 2 * ranks - 1 - rank]
     return [rank]
+
+
+def min_micro_batches(schedule: PipelineSchedule, ranks: int) -> int:
+    """The lowest number of micro-batches that a schedule can run; "interleaved" needs a multiple of it."""
+    return {"gpipe": 1, "1f1b": ranks, "interleaved": ranks, "zero-bubble": 2 * ranks}[schedule]
+
+
+def check_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> None:
+    """Raise if a schedule cannot run that number of micro-batches."""
+    needed = min_micro_batches(schedule, ranks)
+    if micro_batches < needed or (schedule == "interleaved" and micro_batches % ranks):
+        multiple = ", a multiple of it" if schedule == "interleaved" else ""
+        raise ConfigError(
+            f"parallel.pipeline_schedule = {schedule} with pp = {ranks} needs at least {needed} micro-batches a "
+            f"step{multiple}, got {micro_batches}: set train.accumulation (gradient_accumulation_steps), or use gpipe"
+        )
 
 
 def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -59,25 +97,26 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
 
 
 class CausalLMStage(nn.Module):
-    """A stage of a decoder-only model of transformers; parameters keep their names.
+    """A stage of a decoder-only model of transformers.
 
     The model's own forward runs with all other layers replaced by ones that pass the hidden states on. Modules before
     the layers belong to the first stage, modules after them to the last. Takes token ids in the first stage, hidden
-    states in others; the last returns the loss, summed over targets, with shape (1,).
+    states in others; the last returns the loss, summed over targets, with shape (1,). `model` itself does not change.
     """
 
-    def __init__(self, model: nn.Module, layers: range, count: int) -> None:
+    def __init__(self, model: nn.Module, layers: range) -> None:
         super().__init__()
+        blocks = find_blocks(model)
+        count, found = len(blocks), set(blocks)
         self.is_first, self.is_last = layers.start == 0, layers.stop == count
-        self.model = model
-        blocks = set(find_blocks(model))
-        parent, name = next(
-            (module, name)
-            for module in model.modules()
-            for name, child in module.named_children()
-            if isinstance(child, nn.ModuleList) and blocks <= set(child)
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        path = next(
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList) and found <= set(module.children())
         )
-        stack: Any = getattr(parent, name)
+        self.model, parent = _copy_path(model, path)
+        stack: Any = getattr(parent, path.rpartition(".")[2])
         for index in set(range(count)) - set(layers):
             stack[index] = _PassThrough()
         before = True
@@ -87,17 +126,41 @@ class CausalLMStage(nn.Module):
             elif any(True for _ in child.parameters()) and not (self.is_first if before else self.is_last):
                 setattr(parent, child_name, _Zero() if before else _PassThrough())
         if not self.is_last:
-            model.set_output_embeddings(_PassThrough())  # type: ignore[operator]
+            self.model.set_output_embeddings(_PassThrough())  # type: ignore[operator]
+        self.blocks = tuple(stack[index] for index in layers)
 
-    def forward(self, x: Tensor, *, targets: Tensor, documents: None = None) -> Tensor:
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """The tensor-parallel plan of the model."""
+        plan: Mapping[str, str] = getattr(self.model, "tp_plan", None) or {}
+        return {f"model.{pattern}": style for pattern, style in plan.items()}
+
+    def forward(self, x: Tensor, *, targets: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Run the stage on token ids (batch, tokens), or on hidden states (batch, tokens, width)."""
-        del documents
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        output: Tensor = self.model(**inputs, use_cache=False).logits
+        with self.autocast():
+            output: Tensor = self.model(**inputs, attention_mask=attention_mask, use_cache=False).logits
         if not self.is_last:
-            return output
-        loss = nn.functional.cross_entropy(output.float().flatten(0, 1), targets.flatten(), reduction="sum")
+            return output.clone()  # schedules detach outputs in place, which views do not allow
+        loss = F.cross_entropy(output.float().flatten(0, 1), targets.flatten(), reduction="sum")
         return loss[None]
+
+
+def _copy_path(model: nn.Module, path: str) -> tuple[nn.Module, nn.Module]:
+    """A copy of the modules on a path, which shares all others with `model`; returns it and the last but one."""
+    root = module = parent = _copy_module(model)
+    for name in path.split("."):
+        parent, child = module, _copy_module(getattr(module, name))
+        setattr(parent, name, child)
+        module = child
+    return root, parent
+
+
+def _copy_module(module: nn.Module) -> nn.Module:
+    copied = copy.copy(module)
+    for table in ("_modules", "_parameters", "_buffers"):
+        copied.__dict__[table] = copied.__dict__[table].copy()
+    return copied
 
 
 class _PassThrough(nn.Module):
@@ -112,22 +175,143 @@ class _Zero(nn.Module):
         return position_ids.new_zeros((*position_ids.shape, 1), dtype=torch.get_default_dtype())
 
 
-class Pipeline:
-    """The stages of this rank and their schedule.
+class StageOutput(NamedTuple):
+    """The output of a pipeline."""
 
-    Stages are modules that take `(x, *, targets, documents)`; the last one returns the summed loss, shape (1,). All
-    ranks of a pipeline call `forward_backward` with the same batch.
+    loss: Tensor
+
+
+class PipelineModel(nn.Module):
+    """The stages of this rank and their schedule, around the complete model.
+
+    Parameters of `module` that other ranks have are on the meta device: names and shapes are those of one process.
+    Stages are modules that take `(x, *, targets, ...)`; the last one returns the summed loss, with shape (1,). All
+    ranks of a pipeline get the same batches, and the same loss.
     """
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
-        indices: Sequence[int],
+        module: nn.Module,
+        stages: Sequence[nn.Module],
+        ties: Sequence[Tie],
         schedule: PipelineSchedule,
         micro_batches: int,
         device: torch.device,
-        group: dist.ProcessGroup,
+        mesh: DeviceMesh,
     ) -> None:
+        super().__init__()
+        self.module = module
+        # In a tuple, because their parameters are those of `module`.
+        self.stages, self.micro_batches, self._schedule, self._device = tuple(stages), micro_batches, schedule, device
+        self._group = mesh["pp"].get_group()
+        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        check_micro_batches(schedule, ranks, micro_batches)
+        self._indices = stage_indices(schedule, rank, ranks)
+        self._count = ranks * len(self._indices)
+        owners = {index: other for other in range(ranks) for index in stage_indices(schedule, other, ranks)}
+        self._owners = [owners[index] for index in range(self._count)]
+        self._has_first, self._has_last = 0 in self._indices, self._count - 1 in self._indices
+        self._schedules: dict[Any, Any] = {}
+        self._num_items = torch.ones((), device=device)
+        self._tied = _restore_ties(ties, stages)
+        self._tied_group = _tied_group(mesh) if ties and schedule != "zero-bubble" else None
+        if self._tied_group is not None and self._has_last:
+            for parameter in self._tied:
+                parameter.is_copy = True  # type: ignore[attr-defined] # of the first stage's: it counts once in a norm
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the stages too."""
+        for stage in self.stages:
+            stage.train(mode)
+        return super().train(mode)
+
+    def forward_backward(self, micro_batches: Sequence[Mapping[str, Any]], num_items: Tensor) -> Tensor:
+        """The sum of the losses of all targets, divided by `num_items`; adds its gradient to those of the parameters.
+
+        A micro-batch has `input_ids`, `targets` (shifted already) and, optionally, `documents` or `attention_mask`. All
+        are padded to the size of the largest, and their number to that of the schedule, with ignored targets.
+        """
+        loss = self._forward_backward(micro_batches, num_items)
+        if self._tied_group is not None:
+            for parameter in self._tied:
+                grad: Any = parameter.grad
+                dist.all_reduce(grad.to_local() if hasattr(grad, "to_local") else grad, group=self._tied_group)
+        return loss
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        return_logits: bool | None = None,
+        **inputs: Any,
+    ) -> StageOutput:
+        """The loss of `labels` or `targets`, for an evaluation."""
+        if return_logits or (labels is None and targets is None):
+            raise ConfigError("a pipeline computes losses but no logits: predict and compute metrics with pp = 1")
+        if torch.is_grad_enabled():
+            raise ConfigError("a pipeline runs forward and backward passes together: override neither, or set pp = 1")
+        if targets is None:
+            assert labels is not None
+            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        if num_items_in_batch is None:
+            num_items_in_batch = (targets != IGNORED).sum().clamp(min=1)
+        batch = {"input_ids": input_ids, "targets": targets, **inputs}
+        rows = -(-len(input_ids) // self.micro_batches)
+        parts = {name: value.split(rows) for name, value in batch.items() if value is not None}
+        loss = torch.zeros((), device=self._device)
+        for values in zip(*parts.values(), strict=True):
+            loss += self._forward_only(**dict(zip(parts, values, strict=True)))
+        dist.all_reduce(loss, group=self._group)
+        return StageOutput(loss / num_items_in_batch)
+
+    def _forward_backward(self, micro_batches: Sequence[Mapping[str, Any]], num_items: Tensor) -> Tensor:
+        batch = _pad(micro_batches, self.micro_batches)
+        self._num_items, losses = num_items.to(self._device), list[Tensor]()
+        shapes = tuple((name, tensor.shape) for name, tensor in batch.items())
+        if shapes not in self._schedules:
+            self._schedules[shapes] = self._make_schedule()
+        inputs, target = batch.pop("input_ids"), batch["targets"] if self._has_last else None
+        self._schedules[shapes].step(*([inputs] if self._has_first else []), target=target, losses=losses, **batch)
+        loss = torch.zeros((), device=self._device)
+        for part in losses:
+            loss += part.detach()
+        dist.all_reduce(loss, group=self._group)
+        return loss
+
+    def _forward_only(self, input_ids: Tensor, **inputs: Tensor) -> Tensor:
+        """The summed loss of a micro-batch on the rank with the last stage, 0 on others."""
+        hidden: tuple[Tensor, ...] = (input_ids,)
+        rank, owners = dist.get_rank(self._group), self._owners
+        for stage, index in sorted(zip(self.stages, self._indices, strict=True), key=lambda item: item[1]):
+            if index > 0 and owners[index - 1] != rank:
+                hidden = self._receive(owners[index - 1])
+            output = stage(*hidden, **inputs)
+            hidden = output if isinstance(output, tuple) else (output,)
+            if index == self._count - 1:
+                return hidden[0].sum()
+            if owners[index + 1] != rank:
+                self._send(hidden, owners[index + 1])
+        return torch.zeros((), device=self._device)
+
+    def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
+        target = dist.get_global_rank(self._group, rank)
+        dist.send_object_list([[(tensor.shape, tensor.dtype) for tensor in tensors]], target, self._group)
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), target, self._group)
+
+    def _receive(self, rank: int) -> tuple[Tensor, ...]:
+        source, kinds = dist.get_global_rank(self._group, rank), list[Any]([None])
+        dist.recv_object_list(kinds, source, self._group)
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in kinds[0])
+        for tensor in tensors:
+            dist.recv(tensor, source, self._group)
+        return tensors
+
+    def _make_schedule(self) -> Any:
+        """A schedule for micro-batches of one shape: its buffers have that shape."""
         from torch.distributed import pipelining
 
         kinds: dict[str, Callable[..., Any]] = {
@@ -136,38 +320,75 @@ class Pipeline:
             "interleaved": pipelining.ScheduleInterleaved1F1B,
             "zero-bubble": pipelining.ScheduleZBVZeroBubble,
         }
-        ranks = dist.get_world_size(group)
-        count = ranks * len(indices)
-        needed = count if schedule in ("1f1b", "zero-bubble") else ranks if schedule == "interleaved" else 1
-        if micro_batches < needed or (schedule == "interleaved" and micro_batches % ranks):
-            multiple = " (a multiple of it)" if schedule == "interleaved" else ""
-            raise ConfigError(
-                f"parallel.pipeline_schedule = {schedule} with pp = {ranks} needs at least {needed} micro-batches "
-                f"a step{multiple}, got {micro_batches}: set train.accumulation, or use gpipe"
-            )
         stages = [
-            pipelining.PipelineStage(module, index, count, device, group=group)
-            for module, index in zip(modules, indices, strict=True)
+            pipelining.PipelineStage(module, index, self._count, self._device, group=self._group)
+            for module, index in zip(self.stages, self._indices, strict=True)
         ]
-        self.num_items: Tensor | None = None
-        self._has_last = count - 1 in indices
-        arguments = stages if schedule in ("interleaved", "zero-bubble") else stages[0]
-        self._schedule = kinds[schedule](arguments, micro_batches, loss_fn=self._loss, scale_grads=False)
-        self._has_first = 0 in indices
-
-    def forward_backward(
-        self, input_ids: Tensor, targets: Tensor, documents: Tensor | None, num_items: Tensor
-    ) -> Tensor:
-        """Run all micro-batches; returns this rank's part of the loss, which is 0 unless it has the last stage."""
-        self.num_items, losses = num_items, list[Tensor]()
-        inputs = (input_ids,) if self._has_first else ()
-        more = {} if documents is None else {"documents": documents}
-        target = targets if self._has_last else None
-        self._schedule.step(*inputs, targets=targets, **more, target=target, losses=losses)
-        return (
-            torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=targets.device)
-        )
+        argument = stages if self._schedule in TWO_STAGES else stages[0]
+        return kinds[self._schedule](argument, self.micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: Tensor, _target: Tensor) -> Tensor:
-        assert self.num_items is not None
-        return output.sum() / self.num_items
+        return output.sum() / self._num_items
+
+
+def release_other_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Replace parameters of `model` that none of this rank's stages has with meta tensors."""
+    own = {id(parameter) for stage in stages for parameter in stage.parameters()}
+    others: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in own:
+                if parameter not in others:
+                    others[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                setattr(module, name, others[parameter])
+
+
+def find_ties(model: nn.Module) -> list[Tie]:
+    """The shared parameters of a model: embedding and head, if they are tied."""
+    places: dict[nn.Parameter, Tie] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, name))
+    return [tie for tie in places.values() if len(tie) > 1]
+
+
+def _restore_ties(ties: Sequence[Tie], stages: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Share parameters again that FSDP replaced in this rank's stages; returns those that this rank has."""
+    own = {module for stage in stages for module in stage.modules()}
+    restored = []
+    for tie in ties:
+        current = next((getattr(module, name) for module, name in tie if module in own), None)
+        if current is not None:
+            for module, name in tie:
+                setattr(module, name, current)
+            restored.append(current)
+    return restored
+
+
+def _tied_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The first and the last rank of this rank's pipeline; None for ranks in between."""
+    pipelines = mesh.mesh.flatten(1).T
+    pairs = [[int(ranks[0]), int(ranks[-1])] for ranks in pipelines]
+    group, _ = dist.new_subgroups_by_enumeration(pairs)
+    found: dist.ProcessGroup | None = group
+    return found
+
+
+def _pad(micro_batches: Sequence[Mapping[str, Any]], count: int) -> dict[str, Tensor]:
+    """`count` micro-batches of equal size, concatenated; targets of what is added are ignored."""
+    known = ("input_ids", "targets", "attention_mask", "documents")
+    for name in (name for batch in micro_batches for name in batch if name not in known):
+        raise DataError(f"expected input_ids, labels and attention_mask in the batches of a pipeline, got '{name}'")
+    rows, tokens = (max(batch["input_ids"].shape[dim] for batch in micro_batches) for dim in (0, 1))
+    padded: dict[str, Tensor] = {}
+    for name in (name for name in known if any(name in batch for batch in micro_batches)):
+        # The padding of the mask is visible: it comes after all tokens, and its targets are ignored.
+        fill = {"targets": IGNORED, "attention_mask": 1}.get(name, 0)
+        like = next(batch[name] for batch in micro_batches if name in batch)
+        padded[name] = like.new_full((count, rows, tokens), fill)
+        for index, batch in enumerate(micro_batches):
+            if name in batch:
+                height, width = batch[name].shape
+                padded[name][index, :height, :width] = batch[name]
+        padded[name] = padded[name].flatten(0, 1)
+    return padded

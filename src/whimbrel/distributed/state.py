@@ -92,6 +92,8 @@ def full_tensor(tensor: Any, order: Tensor | None = None) -> Tensor:
 
 def copy_full_(target: Tensor, full: Tensor, order: Tensor | None = None) -> None:
     """Copy a complete tensor to a parameter, of which each rank takes its part."""
+    if target.is_meta:
+        return  # another pipeline stage has it
     if order is not None:
         full = full[order.to(full.device)]
     if is_sharded(target):
@@ -112,16 +114,36 @@ def shard_like(parameter: Any, full: Tensor) -> Tensor:
 def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gather parameters one by one to the host memory of rank 0; other ranks get nothing.
 
-    A state without sharded tensors is returned unchanged.
+    Those of other pipeline stages are meta tensors in `state`. A state without parts is returned unchanged.
     """
-    if not any(map(is_sharded, state.values())):
+    if not any(is_sharded(tensor) or tensor.is_meta for tensor in state.values()):
         return dict(state)
-    orders, gathered = row_orders(model), {}
+    orders, rank = row_orders(model), dist.get_rank()
+    owned: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(owned, [name for name, tensor in state.items() if not tensor.is_meta])
+    sources = {name: source for source in reversed(range(len(owned))) for name in owned[source]}
+    gathered = {}
     for name, tensor in state.items():
-        full = full_tensor(tensor, orders.get(name))
-        if dist.get_rank() == 0:
+        full = None if tensor.is_meta else full_tensor(tensor, orders.get(name))
+        source = sources[name]
+        if source != 0 and rank == source:
+            assert full is not None
+            dist.send(full.cpu().contiguous(), 0)
+        elif source != 0 and rank == 0:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype)
+            dist.recv(full, source)
+        if rank == 0:
+            assert full is not None
             gathered[name] = full.cpu() if full is not tensor else tensor
     return gathered
+
+
+def load_full_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy complete tensors to parameters and buffers by name; each rank takes its parts."""
+    orders, current = row_orders(model), model.state_dict()
+    with torch.no_grad():
+        for name, full in state.items():
+            copy_full_(current[name], full, orders.get(name))
 
 
 def row_orders(model: nn.Module) -> dict[str, Tensor]:

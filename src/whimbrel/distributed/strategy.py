@@ -21,6 +21,7 @@ from whimbrel.distributed.world import World
 
 __all__ = ["clip_gradients_", "gradient_norm", "gradient_sync", "shard_or_replicate", "unwrap"]
 
+WRAPPERS = ("DistributedDataParallel", "PipelineModel")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -69,9 +70,9 @@ def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model without the wrappers of DDP and torch.compile."""
+    """The model without the wrappers of DDP, pipelines and torch.compile."""
     inner: Any = getattr(model, "_orig_mod", model)
-    module: nn.Module = inner.module if type(inner).__name__ == "DistributedDataParallel" else inner
+    module: nn.Module = inner.module if type(inner).__name__ in WRAPPERS else inner
     return module
 
 
@@ -85,10 +86,10 @@ def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[Non
 
 
 def gradient_norm(parameters: Iterable[Tensor], world: World) -> Tensor:
-    """The norm of all gradients together, over all shards and pipeline stages."""
+    """The norm of all gradients together, over all shards and pipeline stages; those of copies count once."""
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        if (grad := parameter.grad) is not None:
+        if (grad := parameter.grad) is not None and not hasattr(parameter, "is_copy"):
             groups.setdefault(_placement(grad), []).append(grad)
     norms: list[Any] = [nn.utils.get_total_norm(grads) for grads in groups.values()]
     norms = [norm.full_tensor() if _placement(norm) is not None else norm for norm in norms]

@@ -322,6 +322,8 @@ def load_tensors(
         _load_sharded(model, files, matches)
         return
     for mapping, name, quantized in matches:
+        if parameters[mapping.name].is_meta:
+            continue  # another pipeline stage has it
         rows = parameters[mapping.name][mapping.rows]
         if quantized and weight_format is not None:
             stored: Tensor = _read_quantized(files, name, weight_format, rows)
@@ -343,7 +345,7 @@ def _load_sharded(model: nn.Module, files: TensorFiles, matches: list[StoredTens
     orders, by_parameter = row_orders(model), dict[str, list[StoredTensor]]()
     for match in matches:
         by_parameter.setdefault(match.mapping.name, []).append(match)
-    for name, parameter in model.named_parameters():
+    for name, parameter in ((n, p) for n, p in model.named_parameters() if not p.is_meta):
         full = torch.zeros(parameter.shape, dtype=parameter.dtype)
         for mapping, stored_name, _ in by_parameter[name]:
             stored = _transposed(_read_float(files, stored_name), mapping)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -344,6 +345,7 @@ class GPTStage(nn.Module):
     def __init__(self, model: GPT, layers: range) -> None:
         super().__init__()
         self.config, self.layers = model.config, layers
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.config.num_layers
         parts = {name: part for name, part in model.transformer.items() if self.is_first and name not in ("h", "ln_f")}
         parts["h"] = nn.ModuleDict({str(layer): model.transformer["h"][layer] for layer in layers})  # type: ignore[index]
@@ -358,10 +360,24 @@ class GPTStage(nn.Module):
         return iter(cast("Iterable[Block]", self.transformer["h"].values()))  # type: ignore[operator]
 
     def forward(
-        self, x: Tensor, x0: Tensor | None = None, *, targets: Tensor, documents: Tensor | None = None
+        self,
+        x: Tensor,
+        x0: Tensor | None = None,
+        *,
+        targets: Tensor,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the stage on token ids (batch, tokens) or on the output of the stage before."""
+        with self.autocast():
+            return self._forward(x, x0, targets, attention_mask, documents)
+
+    def _forward(
+        self, x: Tensor, x0: Tensor | None, targets: Tensor, attention_mask: Tensor | None, documents: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         config, positions = self.config, torch.arange(targets.size(1), device=targets.device)
+        if attention_mask is not None:
+            positions = padded_positions(attention_mask)
         if self.is_first:
             x = embed(self.transformer, config, x, positions)
             x0 = x.clone() if config.embedding_skip else None

@@ -257,6 +257,8 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[ParameterInfo], *,
     """
     _check_patterns(config, parameters)
     _check_quantized(config, parameters)
+    # Parameters of other pipeline stages are meta tensors; a model that is only being planned consists of them.
+    parameters = [item for item in parameters if not item.parameter.is_meta] or parameters
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for item in parameters:
         options = _group_options(config, item)

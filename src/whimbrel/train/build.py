@@ -1,7 +1,8 @@
 """Builds the parts of a trainer from its configuration: model, data, optimizer, scheduler, callbacks.
 
-The order in which a model is wrapped is fixed in `wrap_model`: quantized, fp8 or fake-quantized linears -> device ->
-activation checkpointing -> compile. A checkpoint is loaded after all of them.
+The order in which a model is wrapped is fixed in `wrap_model`: quantized, fp8 or fake-quantized linears -> pipeline
+stages -> device -> tensor parallelism -> activation checkpointing -> compile -> DDP or FSDP. A checkpoint is loaded
+after all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.data.shards import has_split
 from whimbrel.distributed import (
     DiLoCo,
+    PipelineModel,
     World,
     activation_memory_budget,
     apply_activation_checkpointing,
@@ -37,9 +39,19 @@ from whimbrel.distributed import (
     offload_activations,
     shard_or_replicate,
 )
+from whimbrel.distributed.pipeline import (
+    CausalLMStage,
+    check_micro_batches,
+    find_ties,
+    min_micro_batches,
+    release_other_stages,
+    split_layers,
+    stage_indices,
+)
 from whimbrel.model_io import load_model
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
 from whimbrel.models import GPT, GPTConfig
+from whimbrel.models.gpt import GPTStage
 from whimbrel.ops.compiler import check_compiler
 from whimbrel.optim import (
     BaseOptimizer,
@@ -136,7 +148,7 @@ def build_run(config: RunConfig, world: World, sample_func: SampleFunction | Non
     device = choose_device(config.train.device)
     config = _with_recorded_micro_batch(config)
     model = _initial_model(config)
-    micro_batch = min(world.gather(choose_micro_batch(config, model, device)))
+    micro_batch = min(world.gather(choose_micro_batch(config, model, device, world)))
     loader = _build_train_loader(config, device, micro_batch, world)
     recorded = replace(
         config, train=replace(config.train, micro_batch=micro_batch, device=config.train.device or device.type)
@@ -206,13 +218,14 @@ def _check_host_memory(config: RunConfig) -> None:
         )
 
 
-def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device) -> int:
+def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device, world: World) -> int:
     """`train.micro_batch`, or the largest that fits with weights, gradients, optimizer state and a logits chunk."""
     if config.train.micro_batch is not None:
         return config.train.micro_batch
+    parts = world.dp_size * min_micro_batches(config.parallel.pipeline_schedule, world.layout.pp)
     return default_micro_batch(
         config.model,
-        config.tokens_per_step,
+        config.tokens_per_step // parts if config.tokens_per_step % parts == 0 else config.tokens_per_step,
         config.sequence_length,
         device,
         itemsize=4 if config.train.precision == "fp32" else 2,
@@ -458,23 +471,55 @@ def set_compile_cache() -> None:
 
 
 def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, world: World) -> nn.Module:
-    """Convert linears, move to `device`, split layers, checkpoint activations, compile and shard.
+    """Convert linears, split layers over ranks, move to `device`, checkpoint activations, compile and shard.
 
-    All in place, except that DDP wraps the model.
+    All in place, except that DDP and pipelines wrap the model.
     """
-    train = config.train
+    train, layout = config.train, world.layout
     if train.linear_recipe is not None:
         alignment = None if train.fp8_recipe is None else train.fp8_dim_alignment
         prepare(model, train.linear_recipe, device=device, precision=train.precision, fp8_dim_alignment=alignment)
-    model.to(device)
-    if world.layout.tp > 1:
-        assert world.mesh is not None
-        apply_tensor_parallel(model, world.mesh["tp"])
+    ties = find_ties(model) if layout.pp > 1 else []
+    stages = [model] if layout.pp == 1 else _split_stages(model, config, device, world)
+    for stage in stages:
+        stage.to(device)
+        if layout.tp > 1:
+            assert world.mesh is not None
+            apply_tensor_parallel(stage, world.mesh["tp"])
     if train.recompute != "none":
         apply_activation_checkpointing(model, train.recompute, compiled=train.compile)
-    if train.compile:
-        _compile(model, config, device)
-    return shard_or_replicate(model, world, config.parallel, device)
+    for stage in stages if train.compile else ():
+        _compile(stage, config, device)
+    stages = [shard_or_replicate(stage, world, config.parallel, device) for stage in stages]
+    if layout.pp == 1:
+        return stages[0]
+    assert world.mesh is not None
+    schedule, micro_batches = config.parallel.pipeline_schedule, train.accumulation or 1
+    return PipelineModel(model, stages, ties, schedule, micro_batches, device, world.mesh)
+
+
+def _split_stages(model: nn.Module, config: TrainerConfig, device: torch.device, world: World) -> list[nn.Module]:
+    """The pipeline stages of this rank; parameters of all others are moved to the meta device."""
+    assert world.mesh is not None
+    schedule, ranks = config.parallel.pipeline_schedule, world.layout.pp
+    check_micro_batches(schedule, ranks, config.train.accumulation or 1)
+    head: Any = model.lm_head if isinstance(model, GPT) else getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None or hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"expected a GPT or a decoder-only model of transformers for a pipeline, got {type(model).__name__}: set "
+            "parallel.pp = 1, use fsdp instead"
+        )
+    indices = stage_indices(schedule, world.mesh.get_local_rank("pp"), ranks)
+    costs = [float(sum(p.numel() for p in block.parameters())) for block in find_blocks(model)]
+    ranges = split_layers(costs, ranks * len(indices), last=float(sum(p.numel() for p in head.parameters())))
+    stages: list[Any] = [
+        GPTStage(model, ranges[index]) if isinstance(model, GPT) else CausalLMStage(model, ranges[index])
+        for index in indices
+    ]
+    for stage in stages:
+        stage.autocast = MixedPrecision(config.train.precision, device).autocast
+    release_other_stages(model, stages)
+    return stages
 
 
 def _compile(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
@@ -497,6 +542,8 @@ def compile_ahead(
     model: nn.Module, objective: Objective, loader: TokenDataLoader, precision: MixedPrecision, device: torch.device
 ) -> None:
     """Compile with one forward and backward pass on zeros; leaves no gradients in the model."""
+    if isinstance(model, PipelineModel):
+        return  # its first step compiles
     x = torch.zeros(loader.B, loader.T, dtype=torch.int64, device=device)
     with precision.autocast():
         loss = objective(model, (x, x), torch.ones((), device=device)).loss
@@ -554,7 +601,7 @@ def create_optimizer(
     if isinstance(choice, Optimizer):
         optimizer = choice
     elif callable(choice):
-        optimizer = choice([p for p in model.parameters() if p.requires_grad])
+        optimizer = choice([p for p in model.parameters() if p.requires_grad and not p.is_meta])
     else:
         settings = (
             config.optim if choice is None else config.optim.with_name(choice) if isinstance(choice, str) else choice

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import did_you_mean
+from whimbrel.distributed import unwrap
+from whimbrel.distributed.pipeline import find_ties
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.config import TrainerConfig
@@ -23,6 +25,7 @@ __all__ = [
     "check_datasets",
     "check_metric",
     "check_no_trial",
+    "check_parallel",
     "check_train_dataset",
     "reject_unknown_arguments",
     "reject_wrapped_model",
@@ -132,6 +135,45 @@ def check_datasets(trainer: Any) -> None:
     }
     for name in (name for name, on in requested.items() if on):
         raise ConfigError(f"{name} needs evaluation data: pass eval_dataset")
+
+
+def check_parallel(trainer: Any) -> None:
+    """Raise for settings that do not work on a model that is spread over several ranks."""
+    layout, train, parallel = trainer.world.layout, trainer.config.train, trainer.config.parallel
+    spread = f"a model that is spread over ranks ({layout})"
+    if layout.dp_shard > 1 or layout.tp > 1 or layout.pp > 1:
+        names = {
+            "SampleCallback": "sample.every", "EmaCallback": "ema.decay", "NormsCallback": "log.norms",
+        }  # fmt: skip
+        for callback in trainer.callbacks:
+            if (name := type(callback).__name__) in names:
+                raise ConfigError(f"{names[name]} ({name}) does not work with {spread}: leave it out, or use ddp")
+    if layout.tp > 1 and train.linear_recipe is not None:
+        raise ConfigError(f"fp8 and quantized training do not work with parallel.tp = {layout.tp}: use fsdp")
+    if layout.pp == 1:
+        return
+    methods = ("compute_loss", "training_step", "prediction_step")
+    conflicts = {
+        "train.precision = fp16": train.precision == "fp16",
+        "train.optimizer_in_backward": train.optimizer_in_backward,
+        "compute_loss_func": trainer.loss_fn is not None,
+        "objective": trainer.objective is not None,
+        "compute_metrics": trainer.compute_metrics is not None,
+        **{f"an overridden {name}": overrides(trainer, name) for name in methods},
+    }
+    for name in (name for name, is_set in conflicts.items() if is_set):
+        remedy = "use bf16" if "fp16" in name else "leave it out, or use fsdp"
+        raise ConfigError(f"{name} does not work with a pipeline (parallel.pp = {layout.pp}): {remedy}")
+    replicates = layout.dp > 1 or parallel.strategy in ("ddp", "fsdp", "hsdp")
+    if parallel.pipeline_schedule == "zero-bubble" and replicates and _has_tied_head(trainer.model):
+        raise ConfigError(
+            "parallel.pipeline_schedule = zero-bubble does not work with data parallelism and a tied head, which one "
+            "rank would reduce twice: use 1f1b or interleaved"
+        )
+
+
+def _has_tied_head(model: nn.Module | None) -> bool:
+    return model is not None and bool(find_ties(unwrap(model)))
 
 
 def check_metric(trainer: Any) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.distributed import apply_activation_checkpointing
+from whimbrel.distributed import World, apply_activation_checkpointing
 from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.build import OPTIONS_BY_OPTIMIZER
@@ -318,7 +318,7 @@ def _resolve(config: RunConfig, device_type: str) -> RunConfig:
             )
         with _simulation(device_type):
             model = build.init_model(config)
-        train = replace(train, micro_batch=build.choose_micro_batch(config, model, local))
+        train = replace(train, micro_batch=build.choose_micro_batch(config, model, local, World()))
     assert train.micro_batch is not None
     accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
     uncompiled: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if "compile" in f.name}

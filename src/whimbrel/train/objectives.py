@@ -168,6 +168,22 @@ class ModelObjective(Objective):
             raise _missing_loss(model)
         return LossOutput(outputs.loss, outputs)
 
+    def stage_inputs(self, model: nn.Module, batch: Batch | Filler) -> dict[str, Any]:
+        """The batch as a micro-batch of a pipeline: `input_ids`, `targets` (shifted) and further inputs."""
+        self._inspect(model)
+        if isinstance(batch, Filler):
+            inputs = self.stage_inputs(model, batch.batch)
+            return inputs | {"targets": torch.full_like(inputs["targets"], IGNORE_INDEX)}
+        if not isinstance(batch, Mapping):
+            x, targets = _pair(batch)
+            return {"input_ids": x, "targets": targets, **self.forward_kwargs(x)}
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        if "labels" in batch:
+            inputs["targets"] = self._targets(batch["labels"])
+        if "targets" not in inputs:
+            raise DataError("expected labels in the batches of a pipeline, got none: add labels")
+        return inputs
+
     def predict(self, model: nn.Module, batch: Mapping[str, Any], num_items: Tensor) -> LossOutput:
         """Outputs with logits of a batch without labels, and the loss if the outputs contain one."""
         self._inspect(model)

@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from whimbrel.distributed import DiLoCo, World, clip_gradients_, gradient_norm, gradient_sync
+from whimbrel.distributed import DiLoCo, PipelineModel, World, clip_gradients_, gradient_norm, gradient_sync
 from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision
 from whimbrel.train.batches import Batches, token_count
 from whimbrel.train.device import Stopwatch
-from whimbrel.train.objectives import Filler, LossOutput, Objective, unpack_filler
+from whimbrel.train.objectives import Filler, LossOutput, ModelObjective, Objective, unpack_filler
 
 __all__ = ["NonFiniteError", "Scheduler", "StepMetrics", "TrainStep"]
 
@@ -108,25 +108,7 @@ class TrainStep:
         with self.precision.autocast():
             counts = [self._count(batch) for batch in micro_batches]
         num_items = self.world.items_per_rank(torch.stack(counts).sum())
-        loss = torch.zeros((), device=num_items.device)
-        extra: dict[str, Tensor] = {}
-        for index, batch in enumerate(micro_batches, start=1):
-            batch, divisor = unpack_filler(batch, num_items)
-            with gradient_sync(self.model, last=index == len(micro_batches)):
-                if self.training_step is not None:
-                    output = LossOutput(self.training_step(batch, divisor))  # runs its own backward pass
-                else:
-                    with self.precision.autocast():
-                        output = self.objective(self.model, batch, divisor)
-                assert output.loss is not None
-                if self.training_step is None:
-                    self.precision.scale(output.loss).backward()
-            loss += output.loss.detach()
-            for name, value in output.metrics.items():
-                extra[name] = extra.get(name, 0.0) + value.detach()
-            if index < len(micro_batches):
-                self.dispatch("on_substep_end")
-
+        loss, extra = self._forward_backward(micro_batches, num_items)
         norm = self._clip_gradients()
         if self.world.dp_size > 1:
             loss, norm, extra = self._mean_over_ranks(loss, norm, extra)
@@ -149,6 +131,32 @@ class TrainStep:
         self._step_end = self.stopwatch.mark()  # after the copy: once the device has passed it, the values are there
         self._pending.append(_PendingMetrics(step, values, tuple(extra), lr, tokens, start, self._step_end, skipped))
         return tokens
+
+    def _forward_backward(self, micro_batches: list[Any], num_items: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and the extra metrics of all micro-batches; accumulates their gradients."""
+        if isinstance(self.model, PipelineModel):
+            assert isinstance(self.objective, ModelObjective)
+            inputs = [self.objective.stage_inputs(self.model, batch) for batch in micro_batches]
+            return self.model.forward_backward(inputs, num_items), {}
+        loss = torch.zeros((), device=num_items.device)
+        extra: dict[str, Tensor] = {}
+        for index, batch in enumerate(micro_batches, start=1):
+            batch, divisor = unpack_filler(batch, num_items)
+            with gradient_sync(self.model, last=index == len(micro_batches)):
+                if self.training_step is not None:
+                    output = LossOutput(self.training_step(batch, divisor))  # runs its own backward pass
+                else:
+                    with self.precision.autocast():
+                        output = self.objective(self.model, batch, divisor)
+                assert output.loss is not None
+                if self.training_step is None:
+                    self.precision.scale(output.loss).backward()
+            loss += output.loss.detach()
+            for name, value in output.metrics.items():
+                extra[name] = extra.get(name, 0.0) + value.detach()
+            if index < len(micro_batches):
+                self.dispatch("on_substep_end")
+        return loss, extra
 
     def flush_metrics(self, report: Callable[[StepMetrics, dict[str, float]], None], *, keep: int = 0) -> None:
         """Report the metrics of all steps but the last `keep`, waiting for the device.

@@ -319,6 +319,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         if self.model is None:
             self.model = self.call_model_init()
         if not self._is_wrapped:
+            checks.check_parallel(self)
             self.model = build.wrap_model(self.model, self.config, self.device, self.world)
             self._is_wrapped = True
 

@@ -1,0 +1,93 @@
+"""Jobs for test_trainer.py: runs of the real `Trainer` under a layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whimbrel.distributed import ParallelConfig
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.optim import OptimConfig
+from whimbrel.train.config import (
+    CheckpointConfig,
+    LogConfig,
+    TrainConfig,
+    TrainerConfig,
+)
+from whimbrel.train.trainer import BaseTrainer
+
+LENGTH, VOCAB, EXAMPLES = 12, 61, 44
+"""44 examples: five steps of eight an epoch, and a step of four that leaves the last micro-batches empty or short."""
+SIZES = {"num_layers": 4, "num_heads": 4, "embd_size": 16, "vocab_size": VOCAB, "context_length": LENGTH}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"tied_head": True},
+    "llama": {
+        "position": "rope", "norm": "rms", "gated_mlp": True, "activation": "silu", "bias": "none",
+        "num_kv_heads": 2, "qk_norm": "weighted", "tied_head": False,
+    },
+}  # fmt: skip
+Curve = list[dict[str, float]]
+"""Loss, gradient norm and evaluation loss by step."""
+
+
+def make_model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind in MODELS:
+        return GPT(GPTConfig(**SIZES, **MODELS[kind]))
+    import transformers
+
+    if kind == "hf-gpt2":
+        config: Any = transformers.GPT2Config(
+            n_layer=4, n_head=4, n_embd=16, vocab_size=VOCAB, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0,
+            attn_pdrop=0,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=16, intermediate_size=32,
+        vocab_size=VOCAB, max_position_embeddings=LENGTH, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def examples(count: int = EXAMPLES, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Token ids and labels, of which a third is masked in every third example."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        if index % 3 == 0:
+            labels[: LENGTH // 3] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def make_config(
+    output_dir: Path, settings: dict[str, Any], steps: int, train: dict[str, Any], **sections: Any
+) -> TrainerConfig:
+    return TrainerConfig(
+        output_dir=output_dir,
+        parallel=ParallelConfig(**settings),
+        train=TrainConfig(
+            **{"steps": steps, "micro_batch": 2, "accumulation": 4, "precision": "fp32", "clip": 0.3, "device": "cpu"}
+            | train
+        ),
+        optim=OptimConfig(lr=3e-3),
+        log=LogConfig(every=1, progress=False),
+        checkpoint=sections.pop("checkpoint", CheckpointConfig(at_end=False)),
+        **sections,
+    )
+
+
+def run(config: TrainerConfig, kind: str) -> Curve:
+    """Train; an existing run in the output directory is resumed."""
+    trainer = BaseTrainer(config, make_model(kind), train_dataset=examples(), eval_dataset=examples(6, seed=2))
+    trainer.train()
+    names = ("loss", "grad_norm", "eval_loss")
+    return [
+        {"step": entry["step"]} | {name: entry[name] for name in names if name in entry}
+        for entry in trainer.state.log_history
+    ]
