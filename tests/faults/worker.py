@@ -17,6 +17,8 @@ from whimbrel.train.trainer import Trainer
 
 FAIL_FROM, ALL_WRITES = 3, 1 | 2 | 4
 FULL_SECONDS = 1.0
+STEP_SECONDS = 0.01
+"""Delays steps, so that a test can break the run between two of them."""
 
 
 class Faults(TrainerCallback):
@@ -29,6 +31,7 @@ class Faults(TrainerCallback):
         self._full_until = 0.0
 
     def on_step_begin(self, **event: Any) -> None:
+        time.sleep(STEP_SECONDS)
         if self._full_until and time.monotonic() > self._full_until:
             ctypes.CDLL(None).fault_disarm()
             self._full_until = 0.0
