@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from whimbrel.base.errors import WhimbrelError
 from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.distributed.world import World, join_world
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.train import BaseTrainer, TrainingArguments
+from whimbrel.train import BaseTrainer, Trainer, TrainingArguments
+from whimbrel.train.config import build_run_config
 from whimbrel.train.evaluation import EvalPrediction
 from whimbrel.train.objectives import LossOutput, Objective
+from whimbrel.train.random_state import rank_seed, seed_everything
 
 LENGTH, VOCAB = 8, 32
 Example = dict[str, Tensor]
@@ -97,8 +100,10 @@ def make_trainer(settings: dict[str, Any], *, world: World | None = None, **argu
     if world is None:
         world = join_world(ParallelConfig(**settings.get("parallel", {})), "cpu")
     args = TrainingArguments(
-        use_cpu=True, logging_steps=1, learning_rate=1e-2, lr_scheduler_type="constant", save_strategy="no",
-        per_device_eval_batch_size=batch_size, **arguments,
+        **{
+            "use_cpu": True, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+            "save_strategy": "no", "per_device_eval_batch_size": batch_size, **arguments,
+        }
     )  # fmt: skip
     return BaseTrainer(
         args, make_model(kind, settings.get("dropout", 0.0)), world=world,
@@ -149,7 +154,7 @@ def predict(settings: dict[str, Any], arguments: dict[str, Any], count: int, alo
     return found.predictions, found.label_ids, found.metrics
 
 
-def refused(kind: str) -> str:
+def refused(kind: str, folder: str) -> str:
     """The error for data that was split before."""
     rank, size = dist.get_rank(), dist.get_world_size()
     examples: Any = make_examples(12, "gpt")
@@ -163,9 +168,40 @@ def refused(kind: str) -> str:
     elif kind == "stream":
         examples = Stream(examples[rank::size])
     try:
-        trainer = make_trainer({}, per_device_train_batch_size=2, max_steps=2, output_dir="/nonexistent")
+        trainer = make_trainer({}, per_device_train_batch_size=2, max_steps=2, output_dir=folder)
         trainer.train_dataset = examples
         trainer.train()
     except WhimbrelError as error:
         return str(error)
     return "no error"
+
+
+def resume(settings: dict[str, Any], arguments: dict[str, Any]) -> tuple[list[float], list[float], str]:
+    """Train from the newest checkpoint, if there is one; returns losses, epochs, and where it was resumed."""
+    trainer = make_trainer(settings, world=None, **arguments)
+    try:
+        trainer.train(resume_from_checkpoint=True if settings.get("resume") else None)
+    except WhimbrelError as error:
+        return [], [], str(error)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    resumed = "" if trainer.resumed_from is None else trainer.resumed_from.name
+    return [entry["loss"] for entry in history], [entry["epoch"] for entry in history], resumed
+
+
+def train_tokens(table: dict[str, Any], steps: int) -> tuple[list[float], float, int, str]:
+    """Train a run from a configuration up to `steps`; returns losses, the validation loss and tokens, or an error."""
+    try:
+        trainer = Trainer.from_config(build_run_config(table))
+        trainer.config = replace(trainer.config, train=replace(trainer.config.train, steps=steps))
+        trainer.train()
+    except WhimbrelError as error:
+        return [], 0.0, 0, str(error)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.evaluate()["eval_loss"], trainer.state.num_input_tokens_seen, ""
+
+
+def first_numbers(parallel: dict[str, Any]) -> tuple[int, list[float], float]:
+    """The data rank, random numbers of this rank, and a weight that is initialized at random."""
+    world = join_world(ParallelConfig(**parallel), "cpu")
+    seed_everything(rank_seed(3, world))
+    return world.dp_rank, torch.rand(4).tolist(), float(next(make_model("gpt").parameters()).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tests.distributed import data_jobs as jobs
 from tests.distributed.pool import Pool
+from tests.support.runs import prepare_text
 from torch.utils.data import DataLoader
 
 from whimbrel.train.batches import DatasetBatches, collate, make_batches
@@ -175,3 +177,98 @@ def test_evaluation_on_ranks_equals_that_of_one_process(pool: Pool, tmp_path: Pa
             torch.testing.assert_close(found[0], logits)
             assert found[2]["test_loss"] == pytest.approx(metrics["test_loss"], rel=EVAL_TOLERANCE)
             assert found[2]["test_count"] == count
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("sampler", "DistributedSampler for 2 ranks: leave the sampler out"),
+        ("shard", "different examples read on rank 1"),
+        ("stream", "different examples read on rank 1"),
+        ("generator", "different generators on rank 1"),
+    ],
+)
+def test_data_that_was_already_split_is_refused(pool: Pool, tmp_path: Path, kind: str, message: str) -> None:
+    for error in pool.run(2, jobs.refused, kind, str(tmp_path)):
+        assert message in error
+
+
+def test_dropout_differs_over_data_ranks_only(pool: Pool) -> None:
+    found = pool.run(4, jobs.first_numbers, {"tp": 2})
+    assert [rank for rank, _, _ in found] == [0, 0, 1, 1]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0][1] != found[2][1]
+    assert found[0][2] == found[2][2]
+
+
+RUN = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8, "resume_from_checkpoint": None}
+
+
+@pytest.mark.parametrize("source", ["list", "iterable"])
+def test_the_same_ranks_resume_exactly(pool: Pool, tmp_path: Path, source: str) -> None:
+    settings = {"kind": "regressor", "dropout": 0.3, "source": source}
+    arguments = {**RUN, "per_device_train_batch_size": 2, "output_dir": str(tmp_path)}
+    whole = pool.run(2, jobs.resume, settings, arguments)
+    assert whole[0][2] == ""
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
+    resumed = pool.run(2, jobs.resume, {**settings, "resume": True}, arguments)
+    assert [found[2] for found in resumed] == ["step-00000003"] * 2
+    assert [found[:2] for found in resumed] == [found[:2] for found in whole]
+
+
+@pytest.mark.parametrize("source", ["list", "iterable"])
+def test_other_ranks_continue_the_curve(pool: Pool, tmp_path: Path, source: str) -> None:
+    """With the same global batch of 6 samples, over the end of an epoch of 25."""
+    settings = {"source": source}
+    alone = jobs.fit(
+        settings, {"per_device_train_batch_size": 6, "max_steps": 8, "output_dir": str(tmp_path / "one")}, True
+    )
+    arguments = {**RUN, "output_dir": str(tmp_path / "ranks")}
+    pool.run(2, jobs.resume, settings, {**arguments, "per_device_train_batch_size": 3, "max_steps": 3})
+    resumed = pool.run(3, jobs.resume, {**settings, "resume": True}, {**arguments, "per_device_train_batch_size": 2})
+    for losses, epochs, name in resumed:
+        assert name == "step-00000003"
+        assert losses == pytest.approx([loss for loss, _ in alone["curve"]], rel=TOLERANCE)
+        assert epochs == alone["epochs"]
+
+
+def test_epochs_are_not_continued_with_other_samples_per_step(pool: Pool, tmp_path: Path) -> None:
+    arguments = {**RUN, "per_device_train_batch_size": 2, "output_dir": str(tmp_path)}
+    pool.run(2, jobs.resume, {}, {**arguments, "max_steps": 3})
+    arguments |= {"max_steps": -1, "num_train_epochs": 3}
+    (_, _, error), *_ = pool.run(3, jobs.resume, {"resume": True}, arguments)
+    assert error.startswith("expected 4 samples a step, as in the checkpoint, got 2 x 3 ranks x 1 = 6")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    prepare_text(folder, shakespeare[:20_000])
+    return folder / "shards"
+
+
+def test_token_runs_keep_their_tokens_per_step(pool: Pool, shards: Path, tmp_path: Path) -> None:
+    """A run of one process continues on 4, 3 and 2 ranks; 5 do not divide a step."""
+
+    def table(name: str, **train: Any) -> dict[str, Any]:
+        return {
+            "output_dir": str(tmp_path / name),
+            "model": {"context_length": 16, "vocab_size": 300, "num_layers": 1, "embd_size": 16, "num_heads": 2},
+            "data": {"path": str(shards), "shuffle_seed": 1},
+            "train": {"steps": 8, "tokens_per_step": 24 * 16, "device": "cpu", **train},
+            "optim": {"lr": 1e-3}, "log": {"every": 1}, "checkpoint": {"every": 2},
+        }  # fmt: skip
+
+    expected = jobs.train_tokens(table("one"), 8)
+    jobs.train_tokens(table("ranks", micro_batch=6), 2)
+    for ranks, steps, train in ((4, 4, {}), (3, 6, {"micro_batch": 2}), (2, 8, {})):
+        results = pool.run(ranks, jobs.train_tokens, table("ranks", **train), steps)
+        for losses, _, tokens, error in results:
+            assert error == ""
+            assert losses == pytest.approx(expected[0][:steps], rel=TOLERANCE)
+            assert tokens == steps * 24 * 16
+    assert results[0][1] == pytest.approx(expected[1], rel=TOLERANCE)
+    (_, _, _, error), *_ = pool.run(5, jobs.train_tokens, table("ranks", micro_batch=2), 8)
+    assert error.startswith("train.tokens_per_step = 384 is not a multiple of train.micro_batch x sequence length x")

@@ -7,9 +7,7 @@ import inspect
 import itertools
 import logging
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
 from typing import Any, Protocol
@@ -22,10 +20,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.data.loader import derive_seed
+from whimbrel.distributed import World
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.train.arguments import argument_name
 from whimbrel.train.config import LoaderConfig
 from whimbrel.train.objectives import Filler
+from whimbrel.train.random_state import seed_host, seeded
 
 __all__ = [
     "Batches",
@@ -33,6 +33,8 @@ __all__ = [
     "DataLoaderBatches",
     "DatasetBatches",
     "TokenBatches",
+    "check_same_data",
+    "check_samples_per_step",
     "collate",
     "drop_unused_columns",
     "eval_token_batches",
@@ -173,6 +175,8 @@ class DatasetBatches:
         """Examples in the first batch of the epoch, if a resume with another batch size left an incomplete one."""
         self._batches: Iterator[Any] | None = None
         self._prefetched: list[Any] = []
+        self._stream_digest: str | None = None
+        """A hash of the first global batch that was read from an iterable dataset."""
         self._dataset_position: dict[str, Any] | None = None
         if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
             raise ConfigError(
@@ -256,6 +260,10 @@ class DatasetBatches:
             self._dataset_position = self._dataset_state()
             self._prefetched = list(itertools.islice(batches, 1))
         return not self._prefetched
+
+    def samples_per_step(self, accumulation: int) -> int:
+        """Examples in an optimizer step of all ranks."""
+        return self.batch_size * self.world_size * accumulation
 
     def steps_for(self, epochs: float, accumulation: int) -> int:
         """Number of optimizer steps in `epochs` epochs; the last step of an epoch may have fewer micro-batches."""
@@ -365,8 +373,20 @@ class DatasetBatches:
             self.dataset, self._global_batch, self._loader.drop_last, self._collate, seed, first,
             self._first_batch, self.rank, self.world_size,
         )  # fmt: skip
-        self._batches = itertools.islice(iter(DataLoader(stream, **shared)), self._batches_used - first, None)
+        examples = self._recording_digest(iter(DataLoader(stream, **shared)))
+        self._batches = itertools.islice(examples, self._batches_used - first, None)
         return self._batches
+
+    def _recording_digest(self, batches: Iterator[tuple[Any, str | None]]) -> Iterator[Any]:
+        for batch, digest in batches:
+            self._stream_digest = digest or self._stream_digest
+            yield batch
+
+    def order_identity(self) -> dict[str, Any]:
+        """Values that are equal on all ranks if these have the same data in the same order."""
+        if not (self.is_map_style or self._prefetched):
+            self.exhausted()  # reads the first batch of an iterable dataset
+        return {**self._identity(), "examples read": self._fingerprint or self._stream_digest}
 
     def _order(self) -> list[list[int]]:
         """The indices of each global batch in this epoch."""
@@ -448,6 +468,10 @@ class DataLoaderBatches(DatasetBatches):
     def _identity(self) -> dict[str, int]:
         return {"batches": len(self.dataset), "seed": self._seed} if self.has_length else {"seed": self._seed}
 
+    def order_identity(self) -> dict[str, Any]:
+        """The length, and the loader's own generators."""
+        return {**self._identity(), "generators": [state.tolist() for state in self._generator_states()]}
+
     _fingerprint = None  # examples cannot be read ahead
 
     @property
@@ -490,25 +514,6 @@ class DataLoaderBatches(DatasetBatches):
         candidates = (self.dataset, sampler, getattr(self.dataset, "batch_sampler", None))
         generators = (getattr(candidate, "generator", None) for candidate in candidates)
         return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of Python, NumPy and torch (CPU) inside the block, and restore them afterwards."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    _seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
 
 
 def _share(batch: list[Any], rank: int, world_size: int) -> list[Any]:
@@ -561,10 +566,11 @@ class IterableEpoch(IterableDataset[Any]):
                 if len(global_batch) < (size if self._drop_last else 1):
                     return
                 if self._rank:  # until here, all ranks draw the same random numbers
-                    _seed(derive_seed(seed, number, self._rank))
+                    seed_host(derive_seed(seed, number, self._rank))
                 share = _share(global_batch, self._rank, self._world_size)
                 batch = self._collate(share or global_batch[:1])
-            yield batch if share else Filler(batch)
+            digest = _digest(global_batch) if self._world_size > 1 and number == self._first else None
+            yield batch if share else Filler(batch), digest
 
 
 def has_exact_state(dataset: Any) -> bool:
@@ -704,6 +710,32 @@ def make_batches(
         dataset, batch_size, device, collate=collate, seed=seed, shuffle=shuffle, loader=loader,
         rank=rank, world_size=world_size,
     )  # fmt: skip
+
+
+def check_samples_per_step(saved: int | None, batches: Any, accumulation: int) -> None:
+    """Raise ConfigError if a step has other samples than when `saved` were in it: epochs would have other steps."""
+    if saved is None or not isinstance(batches, DatasetBatches):
+        return
+    if (samples := batches.samples_per_step(accumulation)) != saved:
+        raise ConfigError(
+            f"expected {saved} samples a step, as in the checkpoint, got {batches.batch_size} x {batches.world_size} "
+            f"ranks x {accumulation} = {samples}: change per_device_train_batch_size or gradient_accumulation_steps, "
+            "or set max_steps"
+        )
+
+
+def check_same_data(batches: Any, world: World) -> None:
+    """Raise DataError if ranks have different datasets, or the same in different orders, as if they were split."""
+    if world.size == 1 or not isinstance(batches, DatasetBatches):
+        return
+    found = world.gather(batches.order_identity())
+    for rank, identity in enumerate(found):
+        for name in (name for name in identity if identity[name] != found[0][name]):
+            values = "" if name == "generators" else f" ({identity[name]} and {found[0][name]})"
+            raise DataError(
+                f"expected the same data on all ranks, got different {name} on rank {rank} and rank 0{values}: pass "
+                "the whole dataset with one seed on every rank, the trainer splits it"
+            )
 
 
 def _reject_loader_settings(loader: LoaderConfig, dataset_type: str) -> None:

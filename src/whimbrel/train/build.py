@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -101,7 +99,6 @@ __all__ = [
     "flops_per_token",
     "init_model",
     "no_tokenizer_parallelism",
-    "seed_everything",
     "set_compile_cache",
     "torch_settings",
     "wrap_model",
@@ -146,7 +143,7 @@ class RunParts:
 def build_run(config: RunConfig, world: World, sample_func: SampleFunction | None = None) -> RunParts:
     """Build the model, data, tokenizer and callbacks; `sample_func` replaces the inference engine for `[sample]`."""
     device = choose_device(config.train.device)
-    config = _with_recorded_micro_batch(config)
+    config = _with_recorded_micro_batch(config, world.dp_size)
     model = _initial_model(config)
     micro_batch = min(world.gather(choose_micro_batch(config, model, device, world)))
     loader = _build_train_loader(config, device, micro_batch, world)
@@ -159,7 +156,7 @@ def build_run(config: RunConfig, world: World, sample_func: SampleFunction | Non
         recorded_config=recorded,
         model=model,
         train_loader=loader,
-        eval_loader=_build_eval_loader(config, device, micro_batch),
+        eval_loader=_build_eval_loader(config, device, micro_batch, world),
         tokenizer=tokenizer,
         callbacks=_build_callbacks(config, tokenizer, sample_func),
     )
@@ -233,15 +230,20 @@ def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device, worl
     )
 
 
-def accumulation_steps(tokens_per_step: int, micro_batch: int, sequence_length: int) -> int:
-    """Micro-batches per optimizer step; raises ConfigError with the nearest valid values if it is not an integer."""
-    tokens = micro_batch * sequence_length
+def accumulation_steps(tokens_per_step: int, micro_batch: int, sequence_length: int, ranks: int = 1) -> int:
+    """Micro-batches per optimizer step of each of the ranks that read different data.
+
+    Raises ConfigError with the nearest valid values if it is not an integer.
+    """
+    tokens = micro_batch * sequence_length * ranks
     if tokens_per_step % tokens:
         below = tokens_per_step // tokens * tokens
         nearest = f"{below} or {below + tokens}" if below else f"{tokens}"
+        over_ranks = (" x ranks", f" x {ranks}", ", or another number of processes") if ranks > 1 else ("", "", "")
         raise ConfigError(
-            f"train.tokens_per_step = {tokens_per_step} is not a multiple of train.micro_batch x sequence length = "
-            f"{micro_batch} x {sequence_length} = {tokens}: use {nearest}"
+            f"train.tokens_per_step = {tokens_per_step} is not a multiple of train.micro_batch x sequence length"
+            f"{over_ranks[0]} = {micro_batch} x {sequence_length}{over_ranks[1]} = {tokens}: use {nearest}"
+            f"{over_ranks[2]}"
         )
     return tokens_per_step // tokens
 
@@ -272,14 +274,17 @@ def activation_bytes(config: GPTConfig, itemsize: int) -> int:
     return config.num_layers * (6 * config.embd_size + attention + mlp) * itemsize
 
 
-def check_run_directory_unchanged(requested: RunConfig, micro_batch: int | None) -> None:
+def check_run_directory_unchanged(requested: RunConfig, micro_batch: int | None, ranks: int) -> None:
     """Raise ConfigError if another run has since written a checkpoint with a different micro-batch size."""
-    if _with_recorded_micro_batch(requested).train.micro_batch not in (None, micro_batch):
+    if _with_recorded_micro_batch(requested, ranks).train.micro_batch not in (None, micro_batch):
         raise ConfigError(f"{requested.output_dir} changed while this run was starting: start it again")
 
 
-def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
-    """Resume with the checkpoint's micro-batch unless one is set: another size would change the summation order."""
+def _with_recorded_micro_batch(config: RunConfig, ranks: int) -> RunConfig:
+    """Resume with the checkpoint's micro-batch unless one is set: another size would change the summation order.
+
+    A micro-batch of a checkpoint of other ranks is used if a step of this run can be split into such.
+    """
     if config.train.micro_batch is not None or config.overwrite_output_dir:
         return config
     resume_path = config.resume.path
@@ -288,7 +293,7 @@ def _with_recorded_micro_batch(config: RunConfig) -> RunConfig:
             recorded = read_checkpoint_manifest(path).metadata.get("micro_batch")
         except CheckpointError:
             continue  # damaged: loading skips it too, with a warning
-        if isinstance(recorded, int) and config.tokens_per_step % (recorded * config.sequence_length) == 0:
+        if isinstance(recorded, int) and config.tokens_per_step % (recorded * config.sequence_length * ranks) == 0:
             return replace(config, train=replace(config.train, micro_batch=recorded))
         break
     return config
@@ -298,8 +303,8 @@ def _resolve_steps(config: RunConfig, batches: TokenBatches) -> RunConfig:
     """Convert the run length to steps and tokens_per_step to gradient accumulation."""
     train = config.train
     assert train.micro_batch is not None
-    micro_batch = train.micro_batch * batches.loader.world_size
-    accumulation = accumulation_steps(config.tokens_per_step, micro_batch, config.sequence_length)
+    ranks = batches.loader.world_size
+    accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length, ranks)
     if train.tokens is not None:
         steps = train.tokens // config.tokens_per_step
     else:
@@ -333,7 +338,9 @@ def _build_train_loader(config: RunConfig, device: torch.device, micro_batch: in
     return loader
 
 
-def _build_eval_loader(config: RunConfig, device: torch.device, micro_batch: int) -> TokenDataLoader | None:
+def _build_eval_loader(
+    config: RunConfig, device: torch.device, micro_batch: int, world: World
+) -> TokenDataLoader | None:
     """The held-out tokens in their order on disk; None if there are none and validation is not requested."""
     path = config.validation.path or config.data.path
     requested = config.validation.path is not None or config.validation.every is not None
@@ -344,6 +351,8 @@ def _build_eval_loader(config: RunConfig, device: torch.device, micro_batch: int
         config.validation.micro_batch or micro_batch,
         config.sequence_length,
         split="val",
+        rank=world.dp_rank,
+        world_size=world.dp_size,
         device=device,
         documents="join" if config.data.documents == "join" else "mask",
         eot_id=config.data.eot_id,
@@ -452,13 +461,6 @@ def _build_callbacks(config: RunConfig, tokenizer: Tokenizer | None, sample_func
 
 
 # Parts of every trainer
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def set_compile_cache() -> None:

@@ -32,7 +32,6 @@ from whimbrel.checkpoint import (
     CheckpointManager,
     DirectoryStateful,
     Manifest,
-    RNGState,
     SharingPattern,
     StateComponent,
     step_directories,
@@ -46,10 +45,12 @@ from whimbrel.model_io import load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT
 from whimbrel.precision import MixedPrecision, QuantizedWeight
 from whimbrel.tokenization import Tokenizer
+from whimbrel.train.batches import DatasetBatches, check_samples_per_step
 from whimbrel.train.callback import Callbacks, RunningTotals, TrainerControl, TrainerState
 from whimbrel.train.config import RunConfig, TrainerConfig
 from whimbrel.train.hf_compat import accepted_kwargs, overrides
 from whimbrel.train.optimizer_state import OptimizerState, SchedulerState
+from whimbrel.train.random_state import RankRNGState
 from whimbrel.train.run_directory import clear_directory, events_folder, record_settings
 from whimbrel.train.step import Scheduler
 
@@ -151,6 +152,8 @@ class CheckpointMixin(ABC):
         }
         if isinstance(self.config, RunConfig):
             metadata["micro_batch"] = self.config.train.micro_batch
+        if isinstance(self.train_dataloader, DatasetBatches):
+            metadata["samples_per_step"] = self.train_dataloader.samples_per_step(self.config.train.accumulation or 1)
         with self._outer_parameters():
             saved = self.checkpoint_manager.save(
                 step, self.get_state_components(), metric=metric, metadata=metadata, path=path, temporary=temporary
@@ -163,11 +166,17 @@ class CheckpointMixin(ABC):
         """Load the complete state (None: from the newest complete checkpoint); raises if a component does not match."""
         manager, path = self.checkpoint_manager, None if checkpoint_path is None else Path(checkpoint_path)
         manifest = manager.load(
-            self.get_state_components(), path, skip=self.config.resume.skip,
-            check=partial(check_model, self.unwrapped_model()),
-        )  # fmt: skip
+            self.get_state_components(), path, skip=self.config.resume.skip, check=self._check_checkpoint
+        )
         self.resumed_from = path or find_checkpoint(manager.run, manifest.step)
         return self.resumed_from
+
+    def _check_checkpoint(self, path: Path, manifest: Manifest) -> None:
+        check_model(self.unwrapped_model(), path, manifest)
+        rng, train = manifest.components.get("rng"), self.config.train
+        if train.steps is None and rng is not None and len(rng.ranks) != self.world.size:
+            saved = manifest.metadata.get("samples_per_step")
+            check_samples_per_step(saved, self.train_dataloader, train.accumulation or 1)
 
     def get_state_components(self) -> list[StateComponent]:
         """All components of a checkpoint, in order. Files from an overridden `save_model` go to their own folder."""
@@ -186,7 +195,8 @@ class CheckpointMixin(ABC):
         if self.train_dataloader is not None:
             pattern = self._get_dataset_sharing_pattern()
             components.append(StateComponent("dataset", self.train_dataloader, pattern, required=False))
-        components.append(StateComponent("rng", RNGState(), per_rank, required=False))
+        rng = RankRNGState(self.config.train.seed, self.world, self.state)
+        components.append(StateComponent("rng", rng, per_rank, required=False))
         components.append(StateComponent("callbacks", self.callbacks, shared, required=False))
         if overrides(self, "save_model"):
             save = partial(self.save_model, **accepted_kwargs(self.save_model, {"_internal_call": True}))

@@ -77,10 +77,10 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s, or None if unknown."""
+def peak_flops(device: torch.device, count: int = 1) -> float | None:
+    """Peak bf16 FLOP/s of `count` devices, or None if unknown."""
     name = device_name(device)
-    return next((rate * 1e12 for key, rate in PEAK_TFLOPS if key in name), None)
+    return next((count * rate * 1e12 for key, rate in PEAK_TFLOPS if key in name), None)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -53,6 +53,7 @@ from whimbrel.train.objectives import (
     scalar_loss,
     shallow_copy,
 )
+from whimbrel.train.random_state import seed_everything
 from whimbrel.train.step import Scheduler
 
 __all__ = ["Accelerator", "OverridableMethodsMixin"]
@@ -364,7 +365,7 @@ class OverridableMethodsMixin(ABC):
         """The model from `model_init`, initialized with the seed and dtype of the arguments."""
         check_no_trial(trial)
         assert self.model_init is not None
-        build.seed_everything(self.config.train.seed)
+        seed_everything(self.config.train.seed)
         with torch_flags(default_dtype=self.config.train.default_dtype):
             model = self.model_init()
         reject_wrapped_model(model)

@@ -25,7 +25,7 @@ from whimbrel.optim import parameter_table, resolve_steps
 from whimbrel.precision import MixedPrecision
 from whimbrel.train import build, checks
 from whimbrel.train.arguments import MinimalTrainingArguments, from_config, to_config
-from whimbrel.train.batches import Batches, DatasetBatches, TokenBatches, collate
+from whimbrel.train.batches import Batches, DatasetBatches, TokenBatches, check_same_data, collate
 from whimbrel.train.callback import Callbacks, RunningTotals, StopRequest, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.callbacks import ControlCallback, ProgressCallback, TensorBoardCallback, TrackerCallback
 from whimbrel.train.callbacks.loggers import JsonlLogger
@@ -38,6 +38,7 @@ from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_be
 from whimbrel.train.hf_compat import ProcessFlag, check_overrides, missing_attribute, overrides
 from whimbrel.train.objectives import LossFunction, Objective
 from whimbrel.train.overridable import Accelerator, OverridableMethodsMixin
+from whimbrel.train.random_state import rank_seed, seed_everything
 from whimbrel.train.run_directory import check_directory, to_json
 from whimbrel.train.step import NonFiniteError, StepMetrics, TrainStep
 
@@ -349,10 +350,11 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             objective = self._objective_for(self.train_dataset)
             build.compile_ahead(self.model, objective, self.train_dataset, self.precision, self.device)
             self.compile_seconds = time.perf_counter() - start
-        build.seed_everything(config.train.seed)
+        seed_everything(rank_seed(config.train.seed, self.world))
         if self._requested_config is not None:
-            build.check_run_directory_unchanged(self._requested_config, config.train.micro_batch)
+            build.check_run_directory_unchanged(self._requested_config, config.train.micro_batch, self.world.dp_size)
         self._resume()
+        check_same_data(self.train_dataloader, self.world)
 
     def _train_loop(self) -> TrainOutput:
         """Run all epochs, wait for the last save and load the best model; dispatches `on_train_end` on failure too."""
@@ -745,7 +747,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
     def _summary(self) -> RunSummary:
         model, length, config = self.unwrapped_model(), self._sequence_length(), self.config
         accumulation = config.train.accumulation or 1
-        samples = (self._micro_batch() or 1) * accumulation
+        samples = (self._micro_batch() or 1) * accumulation * self.world.dp_size
         return RunSummary(
             device=self.device.type,
             device_name=device_name(self.device),
@@ -755,12 +757,12 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             optimizer_table=() if self.optimizer is None else parameter_table(model, self.optimizer),
             samples_per_step=samples,
             tokens_per_step=samples * length or None,
-            tokens_per_micro_batch=samples * length // accumulation or None,
+            tokens_per_micro_batch=(self._micro_batch() or 1) * length or None,
             accumulation=accumulation,
             total_steps=self.state.max_steps,
             first_step=self.state.global_step,
             flops_per_token=build.flops_per_token(model, length),
-            peak_flops=peak_flops(self.device),
+            peak_flops=peak_flops(self.device, self.world.size),
             compile_seconds=self.compile_seconds,
             features=features(config),
             resumed_from=self.resumed_from,
