@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import shutil
 import time
 from collections import deque
@@ -35,7 +34,10 @@ from whimbrel.checkpoint.component import (
 )
 from whimbrel.checkpoint.manifest import (
     MANIFEST_FILE,
+    TEMPORARY,
     Manifest,
+    Retention,
+    RetentionEntry,
     checkpoint_path,
     has_all_files,
     list_checkpoints,
@@ -46,6 +48,7 @@ from whimbrel.checkpoint.manifest import (
     step_directories,
     verify_checkpoint,
 )
+from whimbrel.checkpoint.mirror import CheckpointMirror
 from whimbrel.checkpoint.serialization import pack, read_component
 from whimbrel.checkpoint.sharded import complete_state, read_saved
 from whimbrel.checkpoint.writer import ComponentSnapshot, HostBuffers, check_replication, write_checkpoint
@@ -58,8 +61,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAYS = (1.0, 5.0, 15.0)
 """Seconds to wait before each retry of a failed save."""
-TEMPORARY = "temporary"
-"""Key in a manifest's `metadata` that marks a checkpoint to remove once a newer one exists."""
 
 
 class SavedCheckpoint(NamedTuple):
@@ -75,6 +76,7 @@ class CheckpointManager:
     Retains the newest `keep` checkpoints (None: all) and the top `best` by metric. With `asynchronous`, a save blocks
     the caller only for the copy to host memory. All changes to the checkpoints of a run hold `lock`; a trainer holds it
     for the entire run. Several ranks make every call together, and the run directory is on a disk that all can write.
+    Complete checkpoints are copied to `mirror`, a URL (see `CheckpointMirror`).
 
     An asynchronous save has two jobs on one writer thread: write the checkpoint, then prune old ones. The next save
     waits for the first job only, because it reuses the host buffers; pruning may overlap with training and with the
@@ -90,6 +92,7 @@ class CheckpointManager:
         best: int | None = None,
         greater_is_better: bool = False,
         asynchronous: bool = False,
+        mirror: str | None = None,
         world: World | None = None,
         process_groups: Mapping[str, Any] | None = None,
     ) -> None:
@@ -98,7 +101,8 @@ class CheckpointManager:
                 raise ConfigError(f"expected {name} >= 1 or None, got {value}")
         self.run = Path(run)
         self.lock = DirectoryLock(self.run)
-        self._keep, self._best, self._greater_is_better = keep, best or 0, greater_is_better
+        self._retention = Retention(keep, best or 0, greater_is_better)
+        self._mirror = None if mirror is None else CheckpointMirror(mirror, self._retention)
         self._world = world or _current_world()
         self._groups = dict(process_groups or {})
         self._buffers = HostBuffers()
@@ -257,6 +261,7 @@ class CheckpointManager:
         try:
             if step in self._known_steps:
                 self._prune(step)
+                self._upload(step)
         except Exception as error:
             logger.warning("could not remove old checkpoints: %s", error)
         finally:
@@ -291,8 +296,10 @@ class CheckpointManager:
             self._pruning = None
 
     def close(self) -> None:
-        """Wait for pending saves and free all memory, without raising if a save failed."""
+        """Wait for pending saves and uploads and free all memory, without raising if one failed."""
         self.drain()
+        if self._mirror is not None:
+            self._mirror.close()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -430,8 +437,11 @@ class CheckpointManager:
     def best(self) -> Path | None:
         """The checkpoint with the best metric; None if none has a metric."""
         self.drain()
-        ranked = rank_by_metric(self.run, greater_is_better=self._greater_is_better)
+        ranked = self._ranked()
         return ranked[0][1] if ranked else None
+
+    def _ranked(self) -> list[tuple[float, Path]]:
+        return rank_by_metric(self.run, greater_is_better=self._retention.greater_is_better)
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest step that is not known to be damaged."""
@@ -471,6 +481,7 @@ class CheckpointManager:
                 self._remove_stale(self.run)
                 self._remove_stale(self.run / "checkpoints")
             self._prune(step)
+            self._upload(step)
         finally:
             self._release()
 
@@ -481,26 +492,49 @@ class CheckpointManager:
         Checkpoints after `newest` are from before a rollback and are left alone. A failed removal is warned about once
         and retried after every save.
         """
-        if not self._world.is_main or (self._keep is None and not self._temporary):
+        if not self._world.is_main or (self._retention.keep is None and not self._temporary):
             return
-        directories = [path for step, path in step_directories(self.run).items() if step <= newest]
-        complete = [
-            path for path in list_checkpoints(self.run).values() if path in directories and path not in self._damaged
-        ]
-        permanent = [path for path in complete if path not in self._temporary]
-        retained = {*complete[-1:], *(permanent if self._keep is None else permanent[-self._keep :])}
-        if self._best:
-            ranked = rank_by_metric(self.run, greater_is_better=self._greater_is_better)
-            retained |= set([path for _, path in ranked if path in complete][: self._best])
-        for path in directories:
-            if path in retained or (self._keep is None and path not in self._temporary):
-                continue
+        directories = {step: path for step, path in step_directories(self.run).items() if step <= newest}
+        metrics = {} if not self._retention.best else {path: metric for metric, path in self._ranked()}
+        complete = {
+            step: RetentionEntry(metrics.get(path), path in self._temporary)
+            for step, path in list_checkpoints(self.run).items()
+            if step in directories and path not in self._damaged
+        }
+        dropped = set(self._retention.dropped(complete))
+        if self._retention.keep is not None:
+            dropped |= directories.keys() - complete.keys()  # damaged, or partly removed
+        for path in (directories[step] for step in sorted(dropped)):
             try:
                 remove_checkpoint(path)
             except OSError as error:
                 if path not in self._warned:
                     self._warned.add(path)
                     logger.warning("cannot remove the old checkpoint %s: %s", path, error.strerror)
+
+    # The mirror
+
+    def fetch(self, *, resume: bool, overwrite: bool) -> None:
+        """Download the newest checkpoint of the mirror if the run directory has none. Call it on rank 0.
+
+        Raises ConfigError if the mirror has a run that is neither resumed nor overwritten. One that is overwritten is
+        removed.
+        """
+        if self._mirror is None or (step_directories(self.run) and not overwrite):
+            return
+        if overwrite:
+            self._mirror.clear()
+        elif resume:
+            self._mirror.download_newest(self.run)
+        elif steps := self._mirror.steps():
+            raise ConfigError(
+                f"{self._mirror.url} already contains a run at step {steps[-1]}: set resume_from_checkpoint=True to "
+                "resume it, overwrite_output_dir=True to restart, or choose another mirror"
+            )
+
+    def _upload(self, step: int) -> None:
+        if self._mirror is not None and self._world.is_main:
+            self._mirror.upload(self.run, step)
 
     def _remove_stale(self, directory: Path) -> None:
         """Remove partial files of interrupted writes."""
@@ -521,15 +555,12 @@ def _current_world() -> World:
 
 def rank_by_metric(run: Path, *, greater_is_better: bool) -> list[tuple[float, Path]]:
     """The checkpoints of a run with a metric that is not NaN, best first; among equals the older first."""
-    ranked = []
+    entries = {}
     for step, path in list_checkpoints(run).items():
-        try:
-            metric = read_manifest(path).metric
-        except CheckpointError:  # reported when it is loaded
-            continue
-        if metric is not None and not math.isnan(metric):
-            ranked.append((-metric if greater_is_better else metric, step, metric, path))
-    return [(metric, path) for _, _, metric, path in sorted(ranked)]
+        with contextlib.suppress(CheckpointError):  # reported when it is loaded
+            entries[step] = Retention.entry(read_manifest(path))
+    ranked = Retention(greater_is_better=greater_is_better).ranked(entries)
+    return [(entries[step].metric or 0.0, checkpoint_path(run, step)) for step in ranked]
 
 
 def _check_free_space(target: Path, snapshots: Sequence[ComponentSnapshot]) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import parse_json, restore_replaced, sha256_file
@@ -22,15 +23,19 @@ from whimbrel.base.files import parse_json, restore_replaced, sha256_file
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_FILE",
+    "TEMPORARY",
     "ComponentEntry",
     "FileEntry",
     "Manifest",
+    "Retention",
+    "RetentionEntry",
     "checkpoint_path",
     "has_all_files",
     "latest_checkpoint",
     "list_checkpoints",
     "missing_components",
     "missing_on_this_rank",
+    "parse_manifest",
     "parse_step",
     "read_manifest",
     "remove_checkpoint",
@@ -41,6 +46,8 @@ __all__ = [
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
+TEMPORARY = "temporary"
+"""Key in a manifest's `metadata` that marks a checkpoint to remove once a newer one exists."""
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -137,6 +144,11 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: its {MANIFEST_FILE} cannot be read ({error.strerror})"
         ) from error
+    return parse_manifest(content, path)
+
+
+def parse_manifest(content: bytes, path: Path | str) -> Manifest:
+    """The manifest with this content; `path` names the checkpoint in errors."""
     try:
         fields = parse_json(content)
         version = fields.get("format")
@@ -192,6 +204,50 @@ def _check_type(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"unexpected {name}: {value!r}")
     return value
+
+
+# Retention
+
+
+class RetentionEntry(NamedTuple):
+    """What decides whether a checkpoint is retained."""
+
+    metric: float | None = None
+    temporary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints are kept: the newest `keep` (None: all) and the top `best` by metric."""
+
+    keep: int | None = None
+    best: int = 0
+    greater_is_better: bool = False
+
+    @staticmethod
+    def entry(manifest: Manifest | None) -> RetentionEntry:
+        """The entry of a checkpoint; None: its manifest cannot be read."""
+        if manifest is None:
+            return RetentionEntry()
+        return RetentionEntry(manifest.metric, bool(manifest.metadata.get(TEMPORARY)))
+
+    def dropped(self, checkpoints: Mapping[int, RetentionEntry]) -> list[int]:
+        """The steps that are not retained, of complete checkpoints by step.
+
+        Temporary ones are dropped as soon as there is a newer one.
+        """
+        steps = sorted(checkpoints)
+        permanent = [step for step in steps if not checkpoints[step].temporary]
+        retained = {*steps[-1:], *(permanent if self.keep is None else permanent[-self.keep :])}
+        retained |= set(self.ranked(checkpoints)[: self.best])
+        return [step for step in steps if step not in retained]
+
+    def ranked(self, checkpoints: Mapping[int, RetentionEntry]) -> list[int]:
+        """The steps with a metric that is not NaN, best first; among equals the older first."""
+        sign = -1 if self.greater_is_better else 1
+        metrics = {step: entry.metric for step, entry in checkpoints.items() if entry.metric is not None}
+        found = sorted((sign * metric, step) for step, metric in metrics.items() if not math.isnan(metric))
+        return [step for _, step in found]
 
 
 # Verification

@@ -313,6 +313,8 @@ class TrainingArguments(BaseTrainingArguments):
     """Also save if the last save was this many minutes ago; deleted once a newer checkpoint exists."""
     async_save: bool = True
     """Write checkpoints in a background thread; training waits only while its state is copied."""
+    save_mirror: str | None = None
+    """URL to copy checkpoints to, such as s3://bucket/prefix; a run without local ones resumes from it."""
 
     def _check_values(self) -> None:
         super()._check_values()
@@ -580,6 +582,7 @@ TRANSLATIONS = (
     _same("best_model_greater_is_better", "checkpoint.greater_is_better"),
     _same("eval_on_save", "checkpoint.evaluate"),
     _same("async_save", "checkpoint.asynchronous"),
+    _same("save_mirror", "checkpoint.mirror"),
     Translation(
         ("resume_from_checkpoint",),
         ("resume.path", "resume.latest"),

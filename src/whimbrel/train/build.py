@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError, WhimbrelError
 from whimbrel.base.files import format_bytes
-from whimbrel.checkpoint import list_checkpoints
+from whimbrel.checkpoint import CheckpointManager, list_checkpoints
 from whimbrel.checkpoint import read_manifest as read_checkpoint_manifest
 from whimbrel.data import TokenDataLoader, read_manifest
 from whimbrel.data.shards import has_split
@@ -143,6 +144,7 @@ class RunParts:
 def build_run(config: RunConfig, world: World, sample_func: SampleFunction | None = None) -> RunParts:
     """Build the model, data, tokenizer and callbacks; `sample_func` replaces the inference engine for `[sample]`."""
     device = choose_device(config.train.device)
+    world.on_main(partial(_fetch_from_mirror, config))
     config = _with_recorded_micro_batch(config, world.dp_size)
     model = _initial_model(config)
     micro_batch = min(world.gather(choose_micro_batch(config, model, device, world)))
@@ -160,6 +162,13 @@ def build_run(config: RunConfig, world: World, sample_func: SampleFunction | Non
         tokenizer=tokenizer,
         callbacks=_build_callbacks(config, tokenizer, sample_func),
     )
+
+
+def _fetch_from_mirror(config: RunConfig) -> None:
+    """Download a checkpoint to resume from if the run directory is gone."""
+    if config.checkpoint.mirror is not None and config.resume.path is None and not config.overwrite_output_dir:
+        manager = CheckpointManager(config.output_dir, mirror=config.checkpoint.mirror, world=World())
+        manager.fetch(resume=config.resume.latest, overwrite=False)
 
 
 def _initial_model(config: RunConfig) -> GPT:

@@ -272,6 +272,13 @@ class CheckpointMixin(ABC):
             resumed = self.resumed_from is not None
             self.world.on_main(partial(record_settings, self._recorded_config, resumed=resumed))
 
+    def _fetch_from_mirror(self) -> None:
+        """Download a checkpoint to resume from if the run directory is gone."""
+        config = self.config
+        overwrite = config.overwrite_output_dir and (self._from_config or not config.resume.latest)
+        if config.resume.path is None:
+            self.checkpoint_manager.fetch(resume=config.resume.latest, overwrite=overwrite)
+
     def _resolve_checkpoint(self, path: Path) -> Path:
         """A checkpoint path, also by its name in `transformers`: `output_dir/checkpoint-500`."""
         run = self.config.output_dir

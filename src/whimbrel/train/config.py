@@ -203,9 +203,14 @@ class CheckpointConfig:
     """Validate before each save."""
     asynchronous: bool = True
     """Write checkpoints in a background thread; training waits only while its state is copied."""
+    mirror: str | None = None
+    """URL to copy checkpoints to, such as s3://bucket/prefix; a run without local ones resumes from it. Requires the
+    extra `remote`; credentials come from the environment."""
 
     def __post_init__(self) -> None:
         check_interval("checkpoint.every", self.every)
+        if self.mirror is not None and "://" not in self.mirror:
+            raise ConfigError(f"expected a URL such as s3://bucket/prefix in checkpoint.mirror, got '{self.mirror}'")
         if not self.metric:
             raise ConfigError("expected the name of a metric for checkpoint.metric, such as loss, got ''")
         check_positive("checkpoint", self, "every_minutes", "keep", "best")

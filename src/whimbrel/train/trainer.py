@@ -164,6 +164,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             best=checkpoint.best,
             greater_is_better=self._greater_is_better,
             asynchronous=checkpoint.asynchronous,
+            mirror=checkpoint.mirror,
             world=self.world,
             process_groups=self.get_process_groups(),
         )
@@ -308,6 +309,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
 
             def enter() -> None:
                 stack.enter_context(self.checkpoint_manager.lock)
+                self._fetch_from_mirror()
                 check_directory(self.config, explicit=not self._from_config)
 
             self.world.on_main(enter)

@@ -47,12 +47,11 @@ def test_best_checkpoint_is_found_on_disk(tmp_path: Path, parts) -> None:
 
 
 def test_checkpoints_after_a_rollback_are_not_removed(tmp_path: Path, parts) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (2, 9):
+        manager.save(step, parts(float(step)))
     manager = CheckpointManager(tmp_path, keep=1)
-    manager.save(2, parts(2.0))
-    manager._keep = None
-    manager.save(9, parts(9.0))
     manager.load(parts(0.0), checkpoint_path(tmp_path, 2))
-    manager._keep = 1
     manager.save(3, parts(3.0))
     assert list(list_checkpoints(tmp_path)) == [3, 9]
 

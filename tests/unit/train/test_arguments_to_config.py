@@ -85,6 +85,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "compile_scope": {"torch_compile": True, "compile_scope": "model"},
     "save_minutes": {"save_minutes": 5.0},
     "async_save": {"async_save": False},
+    "save_mirror": {"save_mirror": "s3://bucket/prefix"},
     "data_seed": {"data_seed": 1},
     "label_names": {"label_names": ["start", "end"]},
     "remove_unused_columns": {"remove_unused_columns": False},

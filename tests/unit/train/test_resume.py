@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,21 @@ def test_a_resumed_run_is_bit_identical_with_dropout_and_epochs(
         assert all(torch.equal(tensor, theirs[index][name]) for name, tensor in state.items())
     assert interrupted.state.log_history == uninterrupted.state.log_history
     assert interrupted.state.total_flos == uninterrupted.state.total_flos
+
+
+def test_run_without_its_directory_resumes_from_the_mirror(args: Make, fit: Make, tmp_path: Path) -> None:
+    run, mirror = tmp_path / "run", f"file://{tmp_path}/mirror"
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_mirror": mirror, "output_dir": str(run)}
+    _, reference = fit(args(**settings | {"save_mirror": None, "output_dir": str(tmp_path / "reference")}))
+    with pytest.raises(KeyboardInterrupt):
+        fit(args(**settings), callbacks=[InterruptAt(5)])
+    shutil.rmtree(run)
+    with pytest.raises(ConfigError, match="already contains a run at step 4"):
+        fit(args(**settings))
+    again, losses = fit(args(**settings), resume=True)
+    assert again.resumed_from == run / "checkpoints/step-00000004"
+    assert losses.hex == reference.hex[4:]
+    assert sorted(path.name for path in (tmp_path / "mirror").iterdir())[-1] == "step-00000008"
 
 
 def test_resume_takes_true_latest_or_a_path(args: Make, fit: Make, tmp_path: Path) -> None:
