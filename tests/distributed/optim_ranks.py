@@ -28,7 +28,9 @@ from whimbrel.optim import (
     GaLoreWarm,
     LDAdam,
     LowRankOptimizer,
+    Muon,
     QGaLore,
+    muon,
     project_in_backward,
     step_in_backward,
 )  # fmt: skip
@@ -131,15 +133,17 @@ def train(net: nn.Module, optimizer: Any, steps: range, rows: slice = slice(None
         optimizer.zero_grad()
 
 
-def train_projecting(net: nn.Module, optimizer: Any, steps: range, micro: list[slice], max_norm: float) -> list[float]:
-    """Train with accumulation and clipping; returns the gradient norms."""
+def train_projecting(
+    net: nn.Module, optimizer: Any, steps: range, micro: list[slice], max_norm: float, norm: float | None = None
+) -> list[float]:
+    """Train with accumulation and clipping, as if the gradient norm were `norm`; returns the gradient norms."""
     norms = []
     for step in steps:
         for rows in micro:
             with net.no_sync() if isinstance(net, DistributedDataParallel) else nullcontext():
                 (loss_of(net, step, rows) / len(micro)).backward()
-        norms.append(float(norm := optimizer.grad_norm()))
-        optimizer.clip_(max_norm, norm)
+        norms.append(float(measured := optimizer.grad_norm()))
+        optimizer.clip_(max_norm, measured if norm is None else torch.tensor(norm))
         optimizer.step()
         optimizer.zero_grad()
     return norms
@@ -219,7 +223,7 @@ def projections(rank: int) -> dict[str, Any]:
             warm(net.parameters()), accumulation=2, process_group=dist.group.WORLD, **settings
         )
         wrapped = DistributedDataParallel(net) if kind == "ddp" else net
-        norms = train_projecting(wrapped, optimizer, range(STEPS), micro_batches(2, RANKS, rank), 0.05)
+        norms = train_projecting(wrapped, optimizer, range(STEPS), micro_batches(2, RANKS, rank), 0.05, norm=1.0)
         check_replicas(optimizer)
         results[kind] = full_state(net, optimizer) | {"norms": torch.tensor(norms)}
     net = model()
@@ -372,3 +376,80 @@ def run_rank(run: Path) -> None:
     rank = dist.get_rank()
     parts = {"replicas": replicas(rank), "projections": projections(rank), "shards": shards(rank)}
     torch.save(parts | {"checkpoints": checkpoints(rank, run)}, run / f"{rank}.pt")
+
+
+class Block(nn.Sequential):
+    """The matrices of a GPT block, as a chain."""
+
+    def __init__(self, width: int) -> None:
+        sizes = [(width, 3 * width), (3 * width, width), (width, 4 * width), (4 * width, width)]
+        super().__init__(*(nn.Linear(n, m, bias=False) for n, m in sizes))
+
+
+def traffic(width: int, rank: int, gap: int) -> tuple[int, int]:
+    """Bytes that a rank all-reduces in 2 x `gap` steps after the first bases: with DDP, and averaging projections."""
+    torch.manual_seed(0)
+    net, sizes, steps = Block(width), [], 2 * gap
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(dist.get_rank()))
+    ddp = DistributedDataParallel(net)
+
+    def count(bucket: dist.GradBucket) -> Any:
+        sizes.append(bucket.buffer().nbytes)
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda found: found.value()[0])
+
+    ddp.register_comm_hook(None, lambda _, bucket: count(bucket))
+    ddp(x).square().mean().backward()
+    full = sum(sizes) * steps
+    net.zero_grad()
+    optimizer = project_in_backward(GaLoreWarm(net.parameters(), rank=rank, gap=gap), process_group=dist.group.WORLD)
+    reduced: list[int] = []
+    for step in range(steps + 1):
+        with count_all_reduce(reduced) if step else nullcontext():
+            net(x).square().mean().backward()
+            optimizer.clip_(1.0, optimizer.grad_norm())
+            optimizer.step()
+            optimizer.zero_grad()
+    check_replicas(optimizer)
+    return full, 4 * sum(reduced)
+
+
+def orthogonalized(strategy: str) -> dict[str, Any]:
+    """Matrices that this rank orthogonalizes in a step of Muon, and weights after three steps."""
+    net = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)), *(nn.Linear(12, 12, bias=False) for _ in range(2)))
+    for index, parameter in enumerate(net.parameters()):
+        nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
+    if strategy == "fsdp":
+        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    groups = [
+        {"params": matrices, "splits": [(7, 5), *[()] * 5]},  # one parameter is fused, of 7 and 5 rows
+        {"params": [p for p in net.parameters() if p.ndim == 1], "rule": "adam"},
+    ]
+    optimizer = Muon(groups, lr=0.1, process_group=dist.group.WORLD if strategy == "ddp" else None)
+    counts: list[int] = []
+    x = torch.randn(RANKS * 3, 12, generator=torch.Generator().manual_seed(1))
+    rank, share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model_of_rank = DistributedDataParallel(net) if strategy == "ddp" else net
+    with count_orthogonalized(counts):
+        for _ in range(3):
+            model_of_rank(x.chunk(share)[rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+    return {"counts": sum(counts), "weights": [weight.detach().clone() for weight in weights]}
+
+
+@contextmanager
+def count_orthogonalized(counts: list[int]) -> Iterator[None]:
+    """Record the number of matrices of each call of `orthogonalize`."""
+    original = muon.orthogonalize
+
+    def counted(matrices: Tensor) -> Tensor:
+        counts.append(len(matrices))
+        return original(matrices)
+
+    muon.orthogonalize = counted
+    try:
+        yield
+    finally:
+        muon.orthogonalize = original

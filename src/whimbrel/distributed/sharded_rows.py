@@ -6,14 +6,16 @@ rank sums its own rows, the small result is all-reduced, and every rank continue
 matrices is sharded by complete matrices, so nearly everything about it is local.
 
 Replicated parameters: every rank takes the same step from the same averaged gradients. Bases, moments and random
-numbers are bit-identical without any communication.
+numbers are bit-identical without any communication. If gradients are not averaged (`Replicas`), their products with a
+few vectors are.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "Ranks",
+    "Replicas",
     "Shard",
     "all_ranks_true",
     "are_replicated",
@@ -34,6 +38,8 @@ __all__ = [
     "check_replicas",
     "copy_",
     "gather_rows",
+    "grad_times",
+    "grad_transposed_times",
     "mean_over_stack",
     "randn",
     "shard_of",
@@ -62,8 +68,9 @@ class Shard:
             )
         self.group = self.mesh.get_group(split[0])
         self.size, self.stacked = parameter.shape[0], parameter.ndim == 3
-        self.per_rank = -(-self.size // self.mesh.size(split[0]))
-        self.start = min(self.size, self.per_rank * self.mesh.get_local_rank(split[0]))
+        self.rank, self.ranks = self.mesh.get_local_rank(split[0]), self.mesh.size(split[0])
+        self.per_rank = -(-self.size // self.ranks)
+        self.start = min(self.size, self.per_rank * self.rank)
 
     def full_shape(self, local_shape: Sequence[int]) -> torch.Size:
         """The global shape of a tensor whose local part has `local_shape`."""
@@ -72,6 +79,15 @@ class Shard:
     def local_part(self, tensor: Tensor, count: int) -> Tensor:
         """The `count` first-dimension indices of a full tensor that belong to this rank."""
         return tensor[self.start : self.start + count]
+
+    def count_rows(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The number of rows on each rank of consecutive parts of the parameter, which have `lengths` rows."""
+        counts, first = [], 0
+        for length in lengths:
+            bounds = [min(max(self.per_rank * rank - first, 0), length) for rank in range(self.ranks + 1)]
+            counts.append([end - start for start, end in pairwise(bounds)])
+            first += length
+        return counts
 
     def wrap(self, tensor: Tensor, block: int = 1) -> Tensor:
         """A local part as a DTensor sharded like the parameter, so that checkpoints can reshard it.
@@ -84,9 +100,19 @@ class Shard:
         return DTensor.from_local(tensor, self.mesh, self.placements, shape=full.shape, stride=full.stride())
 
 
+class Replicas(NamedTuple):
+    """The ranks that have copies of a parameter, each with its own gradient: the gradient of a step is their mean."""
+
+    group: dist.ProcessGroup
+
+
 def shard_of(parameter: Tensor) -> Shard | None:
     """The sharding of a parameter; None for a regular tensor."""
     return Shard(parameter) if is_sharded(parameter) else None
+
+
+Ranks: TypeAlias = Shard | Replicas | None
+"""The ranks that compute a gradient together; None: this process alone."""
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -102,16 +128,28 @@ def copy_(target: Tensor, source: Tensor) -> None:
         copy_full_(target, full_tensor(source))
 
 
-def randn(size: Sequence[int], generator: torch.Generator, device: torch.device, shard: Shard | None = None) -> Tensor:
+def randn(size: Sequence[int], generator: torch.Generator, device: torch.device, ranks: Ranks = None) -> Tensor:
     """Standard normal fp32 samples; with a shard, this rank's slice of what a single process would sample."""
-    if shard is None:
+    if not isinstance(ranks, Shard):
         return torch.randn(tuple(size), generator=generator, device=device, dtype=torch.float32)
-    return shard.local_part(randn(shard.full_shape(size), generator, device), size[0])
+    return ranks.local_part(randn(ranks.full_shape(size), generator, device), size[0])
 
 
-def sum_rows(tensor: Tensor, shard: Shard | None) -> Tensor:
+def sum_rows(tensor: Tensor, ranks: Ranks) -> Tensor:
     """All-reduce per-rank sums over rows; a stack is sharded by complete matrices, so it is returned unchanged."""
-    return tensor if shard is None or shard.stacked else _all_reduce(tensor, shard)
+    return _all_reduce(tensor, ranks) if isinstance(ranks, Shard) and not ranks.stacked else tensor
+
+
+def grad_times(grad: Tensor, matrix: Tensor, ranks: Ranks) -> Tensor:
+    """G X, where G is the gradient of the step and `grad` this rank's part of it."""
+    product = grad @ matrix
+    return _mean(product, ranks) if isinstance(ranks, Replicas) else product
+
+
+def grad_transposed_times(grad: Tensor, matrix: Tensor, ranks: Ranks) -> Tensor:
+    """G^T Y in fp32, where G is the gradient of the step and `grad` this rank's part of it."""
+    product = (grad.mT @ matrix).float()
+    return _mean(product, ranks) if isinstance(ranks, Replicas) else sum_rows(product, ranks)
 
 
 def mean_over_stack(values: Tensor, shard: Shard | None) -> Tensor:
@@ -156,10 +194,14 @@ def sum_over_ranks(values: Iterable[tuple[Tensor, Shard | None]]) -> Tensor:
     ).sum()
 
 
-def _all_reduce(tensor: Tensor, shard: Shard) -> Tensor:
+def _all_reduce(tensor: Tensor, ranks: Shard | Replicas) -> Tensor:
     total = tensor.contiguous()
-    dist.all_reduce(total, group=shard.group)
+    dist.all_reduce(total, group=ranks.group)
     return total
+
+
+def _mean(tensor: Tensor, replicas: Replicas) -> Tensor:
+    return _all_reduce(tensor / dist.get_world_size(replicas.group), replicas)
 
 
 def are_replicated(params: Iterable[Tensor]) -> bool:

@@ -25,15 +25,20 @@ WRAPPERS = ("DistributedDataParallel", "PipelineModel")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard_or_replicate(model: nn.Module, world: World, config: ParallelConfig, device: torch.device) -> nn.Module:
-    """Apply FSDP2 in place, or wrap the model in DDP; a model of one process is returned as it is."""
+def shard_or_replicate(
+    model: nn.Module, world: World, config: ParallelConfig, device: torch.device, *, average_gradients: bool = True
+) -> nn.Module:
+    """Apply FSDP2 in place, or wrap the model in DDP; a model of one process is returned as it is.
+
+    `average_gradients`: False if the optimizer averages the gradients of replicas, so that they need no DDP.
+    """
     layout = world.layout
     if world.mesh is None or config.strategy == "diloco":
         return model
     if layout.dp_shard > 1 or config.strategy in ("fsdp", "hsdp") or (layout.tp > 1 and layout.dp_replicate > 1):
         _fully_shard(model, world, config)
         return model
-    if layout.dp_replicate == 1 and (config.strategy != "ddp" or layout.world_size > 1):
+    if not average_gradients or (layout.dp_replicate == 1 and (config.strategy != "ddp" or layout.world_size > 1)):
         return model
     from torch.nn.parallel import DistributedDataParallel
 

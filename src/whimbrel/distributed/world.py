@@ -63,6 +63,12 @@ class World:
         """Whether this is rank 0, which logs, runs callbacks and writes files."""
         return self.rank == 0
 
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have copies of all parameters and average their gradients (DDP); None if there are none."""
+        replicated = self.layout.dp_replicate > 1 and self.layout.dp_shard == self.layout.tp == 1
+        return self.dp_group if replicated and not self.independent else None
+
     def sum_over_data(self, value: Tensor) -> Tensor:
         """Sum over the ranks that read different data."""
         if self.dp_group is not None and self.dp_size > 1:

@@ -14,7 +14,9 @@ Gaussian directions: the part inside the basis is exact, the rest is unbiased, w
 model.
 
 Ranks with replicas of the model average R, not G: m x r numbers per matrix and step, and full gradients only for
-parameters that are due for a refresh or have no basis.
+parameters that have no basis, or are due for their first one or for one by SVD. A warm refresh needs the mean of G only
+in products with a few vectors, so these are averaged instead (`Replicas`): R with the old basis (m x r), G^T R (n x r)
+and R with the new basis. The norm is estimated then, in steps with a refresh too.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from whimbrel.base.errors import OptimizerError
-from whimbrel.distributed.sharded_rows import are_replicated, average_, sum_over_ranks
+from whimbrel.distributed.sharded_rows import Replicas, are_replicated, average_, sum_over_ranks
 from whimbrel.distributed.state import is_sharded
 from whimbrel.optim.base import check_integer, run_eagerly
 from whimbrel.optim.lowrank import LowRankOptimizer
@@ -344,6 +346,7 @@ class ProjectInBackward(OptimizerInBackward):
                 "backward: use galore_warm or qgalore, or step_in_backward"
             )
         self._check_ranks(params, model)
+        optimizer.replicas = None if process_group is None else Replicas(process_group)
         self._linears = {} if model is None else self._replace_linears(model)
         self._attach(p.register_post_accumulate_grad_hook(self._project) for p in self._projected_params)
         self._enable_projections()
@@ -373,6 +376,7 @@ class ProjectInBackward(OptimizerInBackward):
         """Discard gradients and projections."""
         self.optimizer.zero_grad(set_to_none)
         self.optimizer.projected.clear()
+        self.optimizer.unreduced.clear()
         self._clear()
 
     @run_eagerly
@@ -384,11 +388,12 @@ class ProjectInBackward(OptimizerInBackward):
         squares = []
         for p in self._all_params():
             param = self.optimizer.layout_of(p)
-            if (low_rank_grad := self.optimizer.projected.get(p)) is not None:
+            low_rank_grad = self.optimizer.projected.get(p, self.optimizer.unreduced.get(p))
+            if low_rank_grad is not None:
                 squares.append(
                     (self._squares[p] if p in self._squares else self._estimate(p, low_rank_grad), param.shard)
                 )
-            if p.grad is not None:
+            if p.grad is not None and p not in self.optimizer.unreduced:
                 square = torch.linalg.vector_norm(param.local(p.grad), dtype=torch.float32).square()
                 squares.append((square, param.shard))
         return sum_over_ranks(squares).sqrt()
@@ -400,7 +405,7 @@ class ProjectInBackward(OptimizerInBackward):
         self._collect_grads()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         grads = [self.optimizer.layout_of(p).local(p.grad) for p in self._all_params() if p.grad is not None]
-        for tensor in (*grads, *self.optimizer.projected.values()):
+        for tensor in (*grads, *self.optimizer.projected.values(), *self.optimizer.unreduced.values()):
             tensor.mul_(scale.to(tensor.device, tensor.dtype))
 
     def reset(self) -> None:
@@ -449,10 +454,7 @@ class ProjectInBackward(OptimizerInBackward):
         self._check_not_averaged()
         if parameter.grad is None or self.optimizer.is_refresh_due(parameter):
             return
-        grad = self.optimizer.as_matrix(parameter, parameter.grad)
-        basis = self.optimizer.basis(parameter)
-        grad = grad.float() if grad.dtype == torch.float16 else grad  # products of gradients exceed its range
-        low_rank_grad = (grad @ basis.to(grad.dtype)).to(self._projection_dtype(parameter))
+        grad, low_rank_grad = self._low_rank_grad(parameter, parameter.grad)
         if self.accumulation == 1 and parameter in self.optimizer.projected:
             raise OptimizerError(
                 f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one step: pass the number of "
@@ -461,9 +463,18 @@ class ProjectInBackward(OptimizerInBackward):
         if self.accumulation == 1 and self.process_group is None:
             self._squares[parameter] = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
         else:
-            _add(self._sketches, parameter, grad @ self._sketch(grad.shape[-1], grad.device).to(grad.dtype))
+            self._add_sketch(parameter, grad)
         _add(self.optimizer.projected, parameter, low_rank_grad)
         parameter.grad = None
+
+    def _low_rank_grad(self, parameter: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """A gradient as a matrix, and its projection."""
+        grad, basis = self.optimizer.as_matrix(parameter, grad), self.optimizer.basis(parameter)
+        grad = grad.float() if grad.dtype == torch.float16 else grad  # products of gradients exceed its range
+        return grad, (grad @ basis.to(grad.dtype)).to(self._projection_dtype(parameter))
+
+    def _add_sketch(self, parameter: Tensor, grad: Tensor) -> None:
+        _add(self._sketches, parameter, grad @ self._sketch(grad.shape[-1], grad.device).to(grad.dtype))
 
     def _estimate(self, parameter: Tensor, low_rank_grad: Tensor) -> Tensor:
         """|G|^2 from R and the sketch of G; for a random basis, which is not orthonormal, from the sketch alone."""
@@ -529,7 +540,7 @@ class ProjectInBackward(OptimizerInBackward):
             return
         self._averaged = True
         params = [p for p in self._all_params() if p.requires_grad]
-        projected = self.optimizer.projected
+        projected, unreduced = self.optimizer.projected, self.optimizer.unreduced
         low_rank = {p for p in self._projected_params if not self.optimizer.is_refresh_due(p)}
         present = [(projected.get(p) if p in low_rank else p.grad) is not None for p in params]
         for p in [p for p, is_present in zip(params, present, strict=True) if not is_present]:
@@ -538,10 +549,15 @@ class ProjectInBackward(OptimizerInBackward):
                 projected[p] = torch.zeros(shape, dtype=self._projection_dtype(p), device=p.device)
             else:
                 p.grad = torch.zeros_like(p)
-        means = [projected[p] if p in low_rank else p.grad for p in params]
+        for p in self._projected_params:
+            if p.grad is not None and self.optimizer.is_warm_refresh_due(p):
+                grad, unreduced[p] = self._low_rank_grad(p, p.grad)
+                self._add_sketch(p, grad)
+        means = [projected.get(p, unreduced.get(p, p.grad)) for p in params]
         present_on_any_rank = average_([mean for mean in means if mean is not None], present, self.process_group)
         for p in [p for p, is_present in zip(params, present_on_any_rank, strict=True) if not is_present]:
             projected.pop(p, None)
+            unreduced.pop(p, None)
             p.grad = None
 
     def _average_sketches(self) -> None:
@@ -549,7 +565,7 @@ class ProjectInBackward(OptimizerInBackward):
         if self.process_group is None or self._averaged_sketches:
             return
         self._averaged_sketches = True
-        params = [p for p in self._all_params() if p in self.optimizer.projected]
+        params = [p for p in self._all_params() if p in self.optimizer.projected or p in self.optimizer.unreduced]
         for p in params:
             shape = (*self.optimizer.layout_of(p).shape[:-1], SKETCH_SIZE)
             self._sketches[p] = self._sketches.get(p, torch.zeros(shape, device=p.device)).float()

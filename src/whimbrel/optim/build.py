@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, OptimizerError
 from whimbrel.config import build, check_choices, check_unused, to_table
+from whimbrel.distributed.sharded_rows import to_local
 from whimbrel.optim.backward import OptimizerInBackward
 from whimbrel.optim.base import BaseOptimizer
 from whimbrel.optim.galore import GaLore, matrix_shape
@@ -175,6 +177,12 @@ class OptimConfig:
         """Whether this optimizer accepts `option`, one of those that only some optimizers have."""
         return option in OPTIONS_BY_OPTIMIZER[self.name]
 
+    @property
+    def projects_rows(self) -> bool:
+        """Whether some matrices are projected along their rows."""
+        preset = getattr(OPTIMIZERS[self.name], "preset", {})
+        return (self.side or preset.get("side", "right")) != "right"
+
     def with_name(self, name: str) -> OptimConfig:
         """The same options for another optimizer."""
         return build(OptimConfig, to_table(self) | {"name": name}, "optim")
@@ -247,13 +255,19 @@ def classify_parameters(model: nn.Module, splits: Mapping[str, tuple[int, ...]] 
     return classified
 
 
-def build_optimizer(config: OptimConfig, parameters: Sequence[ParameterInfo], *, seed: int = 0) -> Optimizer:
+def build_optimizer(
+    config: OptimConfig,
+    parameters: Sequence[ParameterInfo],
+    *,
+    seed: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> Optimizer:
     """The optimizer over `parameters`, with one group per combination of learning rate, decay and rule.
 
     Hidden matrices are updated by the named optimizer; embeddings, head, norms and biases by AdamW. Fused matrices (q,
     k, v) stay fused in a subspace: they share their input, which is the side that is projected by default, and each
     row has its own moments. Each group has its `peak_lr` and the `names` of its parameters. `seed` is for random bases
-    and stochastic rounding.
+    and stochastic rounding. `process_group`: ranks with replicas of the parameters, which share the work of Muon.
     """
     _check_patterns(config, parameters)
     _check_quantized(config, parameters)
@@ -272,6 +286,8 @@ def build_optimizer(config: OptimConfig, parameters: Sequence[ParameterInfo], *,
     options = {name: getattr(config, name) for name in ("lr", "betas", "eps", *OPTIONS_BY_OPTIMIZER[config.name])}
     if isinstance(constructor, type) and issubclass(constructor, LowRankOptimizer):
         options["seed"] = seed % 2**32
+    if constructor is Muon:
+        options["process_group"] = process_group
     return constructor(list(groups.values()), **{name: value for name, value in options.items() if value is not None})
 
 
@@ -502,4 +518,5 @@ def _meta_parameter(parameter: Tensor) -> Tensor:
 
 
 def _nbytes(state: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    """Bytes of the tensors of a state on this rank."""
+    return sum(to_local(value).nbytes for value in state.values() if isinstance(value, Tensor))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import did_you_mean, not_one_of
-from whimbrel.distributed.sharded_rows import Shard
+from whimbrel.distributed.sharded_rows import Replicas, Shard, grad_times
 from whimbrel.optim.base import MAX_GRAD, BaseOptimizer, check_numbers, lr_of, run_eagerly
 from whimbrel.optim.param_state import (
     ON_HOST,
@@ -136,11 +136,15 @@ class LowRankOptimizer(BaseOptimizer):
         self._overlaps: list[tuple[ParamLayout, State, Tensor]] = []
         self.projected: dict[Tensor, Tensor] = {}
         """Projected gradients by parameter, filled by `project_in_backward`; a step consumes them."""
+        self.replicas: Replicas | None = None
+        self.unreduced: dict[Tensor, Tensor] = {}
+        """Projections onto the old basis, averaged over `replicas`, of parameters that are due for a refresh and whose
+        gradients are not averaged; filled by `project_in_backward` too."""
         super().__init__(params, {"lr": lr, **DEFAULTS, **self.preset, **options})
 
     def reset(self) -> None:
         """Restore the state of a new optimizer, in the tensors that exist: other objects may refer to them."""
-        self.projected.clear()
+        self._clear_projected()
         super().reset()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -151,7 +155,7 @@ class LowRankOptimizer(BaseOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.projected, self._overlaps = {}, []
+        self.projected, self.unreduced, self.replicas, self._overlaps = {}, {}, None, []
         self._params = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -165,6 +169,11 @@ class LowRankOptimizer(BaseOptimizer):
     def is_refresh_due(self, parameter: Tensor) -> bool:
         """Whether the next step computes a new basis for a parameter, for which it needs the full gradient."""
         return is_refresh_due(self.state[parameter])
+
+    def is_warm_refresh_due(self, parameter: Tensor) -> bool:
+        """Whether the next step computes a new basis from the old one, so that a few products with the gradient do."""
+        warm = self._params[parameter].group["subspace"] == "warm" and int(self.state[parameter]["gap"]) > 0
+        return warm and self.is_refresh_due(parameter)
 
     @property
     def can_project(self) -> bool:
@@ -231,6 +240,7 @@ class LowRankOptimizer(BaseOptimizer):
     @run_eagerly
     def _clear_projected(self) -> None:
         self.projected.clear()
+        self.unreduced.clear()
 
     def _with_grad(self, group: Mapping[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient, full or projected."""
@@ -239,7 +249,7 @@ class LowRankOptimizer(BaseOptimizer):
     @run_eagerly
     def _grads(self) -> list[Tensor]:
         params = [p for group in self.param_groups for p in self._with_grad(group)]
-        grads = ((self._params[p], self.projected.get(p, p.grad)) for p in params)
+        grads = ((self._params[p], self.projected.get(p, self.unreduced.get(p, p.grad))) for p in params)
         return [param.local(grad) for param, grad in grads if grad is not None]
 
     @run_eagerly
@@ -296,13 +306,15 @@ class LowRankOptimizer(BaseOptimizer):
             grad = grad.float()
         if "error" in state:
             grad = state["error"].add_(grad)
+        averaged = self.unreduced.get(parameter)
+        ranks = param.shard if averaged is None else self.replicas
         if is_refresh_due(state):
-            overlap = refresh(param, state, grad)
+            overlap = refresh(param, state, grad, ranks, averaged)
             if overlap is not None:
                 self._overlaps.append((param, state, overlap))
         basis = param.basis(state, int(state["step"]))
         state["step"] += 1
-        low_rank_grad = grad @ basis.to(grad.dtype)
+        low_rank_grad = grad_times(grad, basis.to(grad.dtype), ranks)
         if param.is_exact(low_rank_grad):
             zero_rounding_errors_(low_rank_grad, param.shape[-1])
         if "error" in state:

@@ -2,31 +2,52 @@
 
 For a matrix W (m x n) with gradient G (Jordan et al., 2024):
     M <- b M + (1 - b) G;   U = (1 - b) G + b M;   W <- (1 - lr wd) W - lr sqrt(max(1, m/n)) polar(U)
-Matrices of the same shape are stacked and orthogonalized in one batch; fused q, k, v are split first.
+Matrices of the same shape are stacked and orthogonalized in one batch; fused q, k, v are split first. On several ranks
+each matrix is orthogonalized by one of them, its owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from whimbrel.base.errors import OptimizerError
+from whimbrel.distributed.owners import assign_owners, map_replicated, map_sharded
+from whimbrel.distributed.sharded_rows import shard_of, to_local
 from whimbrel.optim.base import BaseOptimizer, check_numbers, lr_of
 from whimbrel.optim.param_state import QuantizedParameter
-from whimbrel.optim.rules import MIN_EPS, muon_batches, muon_directions, muon_scale
+from whimbrel.optim.rules import MIN_EPS, muon_batches, muon_scale, muon_updates, orthogonalize
 
 __all__ = ["Muon"]
 
 
+class Matrix(NamedTuple):
+    """A parameter, or a part of a fused one: local rows of weight, gradient and momentum, and the complete shape."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+    shape: torch.Size
+    rows: list[int]
+    """Number of rows on each rank; empty if they are not sharded."""
+    group: dist.ProcessGroup | None
+    """Ranks that share the work: those that shard the parameter or, if it is replicated, have copies of it."""
+
+
 class Muon(BaseOptimizer):
-    """A parameter group has a `rule`: "muon" (2-D only, with optional `splits` of rows) or "adam" (torch's AdamW)."""
+    """A parameter group has a `rule`: "muon" (2-D only, with optional `splits` of rows) or "adam" (torch's AdamW).
+
+    Ranks that shard a parameter (FSDP2) share the work; those with replicas (DDP) do if they are the `process_group`.
+    """
 
     lazy_state = True
     layout_options = ("rule",)
+    process_group: dist.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -40,7 +61,9 @@ class Muon(BaseOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         rule: str = "muon",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self.process_group = process_group
         start = momentum if momentum_start is None else momentum_start
         defaults = {
             "lr": lr, "momentum": momentum, "momentum_start": start, "momentum_warmup": momentum_warmup,
@@ -91,22 +114,35 @@ class Muon(BaseOptimizer):
         step, warmup, lr = int(self.state[params[0][0]]["step"]) - 1, group["momentum_warmup"], lr_of(group)
         progress = min(1.0, step / warmup) if warmup else 1.0
         momentum = float(group["momentum_start"] + progress * (group["momentum"] - group["momentum_start"]))
-        buffers = [self.state[p]["momentum"] for p, _ in params]
-        grads = [p.grad.to(buffer.dtype) for (p, _), buffer in zip(params, buffers, strict=True)]
+        buffers = [to_local(self.state[p]["momentum"]) for p, _ in params]
+        grads = [to_local(p.grad).to(buffer.dtype) for (p, _), buffer in zip(params, buffers, strict=True)]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        torch._foreach_mul_([p for p, _ in params], 1 - lr * group["weight_decay"])
-        pieces = [
-            piece
-            for (p, rows), grad, buffer in zip(params, grads, buffers, strict=True)
-            for piece in zip(*(t.split(list(rows)) if rows else (t,) for t in (p, grad, buffer)), strict=True)
-            if piece[0].numel()
+        torch._foreach_mul_([to_local(p) for p, _ in params], 1 - lr * group["weight_decay"])
+        by_ranks: dict[Any, list[Matrix]] = {}
+        for (p, splits_of_p), grad, buffer in zip(params, grads, buffers, strict=True):
+            for matrix in self._matrices(p, grad, buffer, splits_of_p):
+                by_ranks.setdefault(matrix.group, []).append(matrix)
+        for matrices in by_ranks.values():
+            owners = _owners(matrices)
+            for batch in muon_batches([matrix.shape for matrix in matrices]):
+                chosen = [matrices[i] for i in batch]
+                factors = _directions(chosen, [owners[i] for i in batch], momentum)
+                weights = [matrix.weight for matrix in chosen]
+                updates = [factor.to(weight.dtype) for weight, factor in zip(weights, factors, strict=True)]
+                torch._foreach_add_(weights, updates, alpha=-lr * muon_scale(chosen[0].shape))
+
+    def _matrices(self, p: Tensor, grad: Tensor, momentum: Tensor, splits: Sequence[int]) -> list[Matrix]:
+        """The matrices that are orthogonalized on their own: the parts of a fused parameter, or all of it."""
+        shard, weight, lengths = shard_of(p), to_local(p).detach(), list(splits) or [p.shape[0]]
+        counts: list[list[int]] = [[] for _ in lengths] if shard is None else shard.count_rows(lengths)
+        local = lengths if shard is None else [rows[shard.rank] for rows in counts]
+        group = self.process_group if shard is None else shard.group
+        parts = zip(weight.split(local), grad.split(local), momentum.split(local), strict=True)
+        return [
+            Matrix(*tensors, torch.Size((length, p.shape[1])), rows, group)
+            for tensors, length, rows in zip(parts, lengths, counts, strict=True)
+            if length and p.shape[1]
         ]
-        dtype = torch.bfloat16 if params[0][0].is_cuda else torch.float32
-        for batch in muon_batches([weight.shape for weight, _, _ in pieces]):
-            weights, batch_grads, batch_momenta = zip(*(pieces[i] for i in batch), strict=True)
-            factors = muon_directions(batch_grads, batch_momenta, momentum, dtype)
-            updates = [factor.to(weight.dtype) for weight, factor in zip(weights, factors, strict=True)]
-            torch._foreach_add_(weights, updates, alpha=-lr * muon_scale(weights[0].shape))
 
     def _adam_step(self, group: dict[str, Any]) -> None:
         """Torch's AdamW, fused on a GPU."""
@@ -121,10 +157,10 @@ class Muon(BaseOptimizer):
         states = [self.state[p] for p in params]
         mixed = any(p.dtype == torch.float16 for p in params)  # fused and foreach need moments of the same dtype
         fused = not mixed and all(p.is_cuda for p in params)
-        grads = [cast(Tensor, p.grad).to(s["exp_avg"].dtype) for p, s in zip(params, states, strict=True)]
+        grads = [to_local(cast(Tensor, p.grad)).to(s["exp_avg"].dtype) for p, s in zip(params, states, strict=True)]
         adamw(
-            params, grads, [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states],
+            [to_local(p) for p in params], grads, [to_local(s["exp_avg"]) for s in states],
+            [to_local(s["exp_avg_sq"]) for s in states], [], [s["step"] for s in states],
             fused=fused, foreach=False if mixed else None, amsgrad=False,
             beta1=group["betas"][0], beta2=group["betas"][1], lr=lr_of(group),
             weight_decay=group["weight_decay"], eps=max(group["eps"], MIN_EPS), maximize=False,
@@ -136,3 +172,21 @@ def _new_state(p: Tensor, rule: str) -> dict[str, Tensor]:
     names = ("momentum",) if rule == "muon" else ("exp_avg", "exp_avg_sq")
     zeros = {name: torch.zeros_like(p, dtype=dtype) for name in names}
     return {"step": torch.zeros((), dtype=torch.float32), **zeros}
+
+
+def _owners(matrices: Sequence[Matrix]) -> list[int]:
+    """The rank that orthogonalizes each matrix; 0 in a single process."""
+    group = matrices[0].group
+    costs = [float(matrix.shape.numel() * min(matrix.shape)) for matrix in matrices]
+    return assign_owners(costs, 1 if group is None else dist.get_world_size(group))
+
+
+def _directions(matrices: Sequence[Matrix], owners: Sequence[int], momentum: float) -> Iterable[Tensor]:
+    """The local rows of the polar factors for matrices of one shape."""
+    dtype, group = torch.bfloat16 if matrices[0].weight.is_cuda else torch.float32, matrices[0].group
+    updates = muon_updates([m.grad for m in matrices], [m.momentum for m in matrices], momentum, dtype)
+    if group is None or updates[0].is_meta:  # parameters without values, in a prediction of memory
+        return orthogonalize(torch.stack(updates))
+    if matrices[0].rows:
+        return map_sharded(orthogonalize, updates, [matrix.rows for matrix in matrices], owners, group)
+    return map_replicated(orthogonalize, updates, owners, group)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import not_one_of
-from whimbrel.distributed.sharded_rows import gather_rows, mean_over_stack, randn, shard_of, to_local
+from whimbrel.distributed.sharded_rows import (
+    Ranks,
+    gather_rows,
+    grad_times,
+    mean_over_stack,
+    randn,
+    shard_of,
+    to_local,
+)
 from whimbrel.ops.lowbit import BLOCK_SIZE, INT4, INT8, UINT8, FloatCodec, PowerCodec, hash_uniform, stochastic_round
 from whimbrel.optim.rules import RULES, Rule
 from whimbrel.optim.subspace import (
@@ -361,8 +369,13 @@ def is_refresh_due(state: State) -> bool:
     return "due" in state and int(state["step"]) >= int(state["due"])
 
 
-def refresh(param: ParamLayout, state: State, grad: Tensor) -> Tensor | None:
+def refresh(
+    param: ParamLayout, state: State, grad: Tensor, ranks: Ranks, low_rank_grad: Tensor | None = None
+) -> Tensor | None:
     """Compute a new basis and transfer the moments to it; if that fails, keep the old one and retry later.
+
+    `grad` is the part of the gradient that this rank has, and `low_rank_grad` the projection of all of it onto the old
+    basis, if it is known.
 
     Returns the overlap of old and new basis if the gap is to be adapted (see `adapt_gaps`). In a stack, a matrix
     without a new basis (an expert without tokens) does not delay the others. The first basis resets moments, because
@@ -370,7 +383,7 @@ def refresh(param: ParamLayout, state: State, grad: Tensor) -> Tensor | None:
     """
     group, first = param.group, int(state["gap"]) == 0
     old = param.read(state, "basis")
-    new = _find_basis(param, state, grad, old, first=first)
+    new = _find_basis(param, state, grad, old, ranks, low_rank_grad, first=first)
     state["failures"] += ~new.valid
     if first and not bool(mean_over_stack(new.valid, param.shard)):
         state["due"].copy_(state["step"] + 1)
@@ -409,7 +422,16 @@ def adapt_gaps(overlaps: Sequence[tuple[ParamLayout, State, Tensor]]) -> None:
         state["gap"].fill_(gap)
 
 
-def _find_basis(param: ParamLayout, state: State, grad: Tensor, old: Tensor, *, first: bool) -> Basis:
+def _find_basis(
+    param: ParamLayout,
+    state: State,
+    grad: Tensor,
+    old: Tensor,
+    ranks: Ranks,
+    low_rank_grad: Tensor | None,
+    *,
+    first: bool,
+) -> Basis:
     assert param.rank is not None
     if param.group["subspace"] == "svd":
         grad = gather_rows(grad, param.shard)
@@ -418,9 +440,10 @@ def _find_basis(param: ParamLayout, state: State, grad: Tensor, old: Tensor, *, 
         overlap = torch.where(valid, (old.mT @ basis).square().sum(dim=(-2, -1)) / param.rank, torch.nan)
         return Basis(basis if first else torch.where(valid[..., None, None], basis, old), overlap, valid)
     if first:
-        return cold_basis(grad, param.rank, param.generator(state, salt=1), param.shard)
-    low_rank_grad = grad @ old.to(grad.dtype)
-    return warm_basis(grad, low_rank_grad, old, align=param.group["moment_transfer"] == "align", shard=param.shard)
+        return cold_basis(grad, param.rank, param.generator(state, salt=1), ranks)
+    if low_rank_grad is None:
+        low_rank_grad = grad_times(grad, old.to(grad.dtype), ranks)
+    return warm_basis(grad, low_rank_grad, old, align=param.group["moment_transfer"] == "align", ranks=ranks)
 
 
 def _transfer_moments(param: ParamLayout, state: State, old: Tensor, new: Tensor) -> None:

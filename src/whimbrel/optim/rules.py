@@ -20,8 +20,8 @@ __all__ = [
     "Rule",
     "adam_update_",
     "muon_batches",
-    "muon_directions",
     "muon_scale",
+    "muon_updates",
     "orthogonalize",
 ]
 
@@ -140,12 +140,11 @@ def muon_batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
     return batches
 
 
-def muon_directions(
+def muon_updates(
     grads: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Polar factors of (1 - b) g + b m, as one stack in `dtype`, for matrices of one shape; m includes g already."""
-    updates = torch._foreach_lerp(list(grads), list(momenta), momentum)
-    return orthogonalize(torch.stack([update.to(dtype) for update in updates]))
+) -> list[Tensor]:
+    """(1 - b) g + b m in `dtype`, whose polar factors are the directions; m includes g already."""
+    return [update.to(dtype) for update in torch._foreach_lerp(list(grads), list(momenta), momentum)]
 
 
 def muon_scale(shape: Sequence[int]) -> float:
@@ -159,8 +158,8 @@ def _muon(grads: list[Tensor], moments: Moments, steps: Sequence[int], options: 
     torch._foreach_lerp_(momenta, grads, 1 - momentum)
     directions = list(grads)
     for batch in muon_batches([grad.shape for grad in grads]):
-        factors = muon_directions([grads[i] for i in batch], [momenta[i] for i in batch], momentum)
-        for index, factor in zip(batch, factors, strict=True):
+        updates = muon_updates([grads[i] for i in batch], [momenta[i] for i in batch], momentum)
+        for index, factor in zip(batch, orthogonalize(torch.stack(updates)), strict=True):
             directions[index] = factor * muon_scale(factor.shape)
     return directions
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whimbrel.distributed.sharded_rows import Shard, randn, sum_rows
+from whimbrel.distributed.sharded_rows import Ranks, Shard, grad_times, grad_transposed_times, randn, sum_rows
 
 __all__ = [
     "BACK_PROJECTIONS",
@@ -71,7 +71,7 @@ def random_basis(
     return basis
 
 
-def cold_basis(grad: Tensor, rank: int, generator: torch.Generator, shard: Shard | None = None) -> Basis:
+def cold_basis(grad: Tensor, rank: int, generator: torch.Generator, ranks: Ranks = None) -> Basis:
     """A first basis: a randomized range finder with one power iteration; random where the gradient is zero.
 
     Q = orth(G^T Omega) with a Gaussian Omega, then Q <- orth(G^T G Q). Finally the columns are rotated to the singular
@@ -79,24 +79,22 @@ def cold_basis(grad: Tensor, rank: int, generator: torch.Generator, shard: Shard
     which matters more for the loss than the span itself.
     """
     grad = grad.float()
-    sketch = randn((*grad.shape[:-1], rank), generator, grad.device, shard)
+    sketch = randn((*grad.shape[:-1], rank), generator, grad.device, ranks)
     size = (*grad.shape[:-2], grad.shape[-1], rank)
-    noise = randn(size, generator, grad.device, shard if grad.ndim > 2 else None)
-    y = _normalized(sum_rows(grad.mT @ sketch, shard))
+    noise = randn(size, generator, grad.device, ranks if grad.ndim > 2 else None)
+    y = _normalized(grad_transposed_times(grad, sketch, ranks))
     first, _ = cholesky_qr(y + noise * (OLD_BASIS_WEIGHT / grad.shape[-1] ** 0.5))
-    y = _normalized(sum_rows(grad.mT @ (grad @ first), shard))
+    y = _normalized(grad_transposed_times(grad, grad_times(grad, first, ranks), ranks))
     basis, valid = cholesky_qr(y + first * OLD_BASIS_WEIGHT)
     with _matmul_precision("highest"):
-        low_rank_grad = grad @ basis
-        gram = sum_rows(low_rank_grad.mT @ low_rank_grad, shard)
+        low_rank_grad = grad_times(grad, basis, ranks)
+        gram = sum_rows(low_rank_grad.mT @ low_rank_grad, ranks)
         basis = basis @ torch.linalg.eigh(gram.nan_to_num_()).eigenvectors.flip(-1)
     basis = torch.where(valid[..., None, None], basis, cholesky_qr(noise)[0])
     return Basis(basis, torch.zeros(valid.shape, device=grad.device), valid)
 
 
-def warm_basis(
-    grad: Tensor, low_rank_grad: Tensor, old: Tensor, *, align: bool = True, shard: Shard | None = None
-) -> Basis:
+def warm_basis(grad: Tensor, low_rank_grad: Tensor, old: Tensor, *, align: bool = True, ranks: Ranks = None) -> Basis:
     """The next basis by one power iteration from the old one: Q = orth(G^T R), where `low_rank_grad` is R = G Q_old.
 
     This needs no SVD: two matmuls and a CholeskyQR. Repeated, its columns converge to the singular vectors of
@@ -105,7 +103,7 @@ def warm_basis(
     (orthogonal Procrustes), and moments can stay as they are.
     """
     grad = grad.float() if grad.dtype == torch.float16 else grad  # products of gradients exceed the range of fp16
-    y = _normalized(sum_rows((grad.mT @ low_rank_grad.to(grad.dtype)).float(), shard))
+    y = _normalized(grad_transposed_times(grad, low_rank_grad.to(grad.dtype), ranks))
     basis, valid = cholesky_qr(y + old * OLD_BASIS_WEIGHT)
     with _matmul_precision("highest"):
         cross_gram = basis.mT @ old

@@ -47,6 +47,7 @@ from whimbrel.distributed.pipeline import (
     split_layers,
     stage_indices,
 )
+from whimbrel.distributed.state import is_sharded
 from whimbrel.model_io import load_model
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
 from whimbrel.models import GPT, GPTConfig
@@ -501,7 +502,11 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, wo
         apply_activation_checkpointing(model, train.recompute, compiled=train.compile)
     for stage in stages if train.compile else ():
         _compile(stage, config, device)
-    stages = [shard_or_replicate(stage, world, config.parallel, device) for stage in stages]
+    average_gradients = not train.optimizer_in_backward
+    stages = [
+        shard_or_replicate(stage, world, config.parallel, device, average_gradients=average_gradients)
+        for stage in stages
+    ]
     if layout.pp == 1:
         return stages[0]
     assert world.mesh is not None
@@ -603,14 +608,26 @@ def no_tokenizer_parallelism(workers: int) -> Iterator[None]:
 
 
 def create_optimizer(
-    model: nn.Module, config: TrainerConfig, choice: OptimizerChoice, *, accumulation: int = 1
+    model: nn.Module,
+    config: TrainerConfig,
+    choice: OptimizerChoice,
+    *,
+    accumulation: int = 1,
+    world: World | None = None,
 ) -> Optimizer:
     """The optimizer passed in, selected by name, or built from the config; wrapped for optimizer_in_backward."""
     check_savable(model)  # before anything is trained that could not be saved
+    world = world or World()
     if choice is not None and not isinstance(choice, str) and config.optim != OptimConfig(lr=config.optim.lr):
         logger.warning("ignoring the optimizer settings in the arguments, because an optimizer was passed in")
     if isinstance(choice, Optimizer):
         optimizer = choice
+        known = {id(parameter) for parameter in model.parameters()}
+        if world.mesh is not None and any(id(p) not in known for group in choice.param_groups for p in group["params"]):
+            raise ConfigError(
+                "expected an optimizer of the model's parameters, got one of others (sharding replaces parameters): "
+                "pass a function of the parameters, or the name of an optimizer"
+            )
     elif callable(choice):
         optimizer = choice([p for p in model.parameters() if p.requires_grad and not p.is_meta])
     else:
@@ -620,12 +637,31 @@ def create_optimizer(
         if config.train.optimizer_in_backward and settings.has_option("start") and settings.start is None:
             # Bases from the first gradients would need all gradients in memory at the same time.
             settings = replace(settings, start="random")
-        optimizer = build_optimizer(settings, classified_parameters(model), seed=config.train.seed)
+        _check_split_matrices(settings, world)
+        optimizer = build_optimizer(
+            settings, classified_parameters(model), seed=config.train.seed, process_group=world.replica_group
+        )
         if isinstance(optimizer, BaseOptimizer):
             optimizer.skip_nonfinite = False  # the trainer checks loss and norm itself, without waiting for the device
-    return (
-        _wrap_in_backward(optimizer, model, config, accumulation) if config.train.optimizer_in_backward else optimizer
-    )
+    if config.train.optimizer_in_backward:
+        return _wrap_in_backward(optimizer, model, config, accumulation, world)
+    return optimizer
+
+
+def _check_split_matrices(config: OptimConfig, world: World) -> None:
+    """Raise ConfigError for an optimizer that needs all rows or columns of matrices that ranks split."""
+    layout = world.layout
+    if layout.tp > 1 and config.name != "adamw":
+        raise ConfigError(
+            f"optim.name = {config.name} updates complete matrices, which parallel.tp = {layout.tp} splits: use adamw, "
+            "or parallel.dp_shard instead of tp"
+        )
+    if layout.dp_shard > 1 and config.projects_rows:
+        setting = f"optim.name = {config.name}" if config.side is None else f"optim.side = {config.side}"
+        remedy = "galore_warm" if config.side is None else "right"
+        raise ConfigError(
+            f"{setting} projects the rows of wide matrices, which fsdp shards: use {remedy}, or parallel.strategy = ddp"
+        )
 
 
 def create_outer_optimizer(model: nn.Module, config: TrainerConfig, world: World, total_steps: int) -> DiLoCo | None:
@@ -642,18 +678,28 @@ def create_outer_optimizer(model: nn.Module, config: TrainerConfig, world: World
     return DiLoCo(parameters, config.parallel, world, total_steps)
 
 
-def _wrap_in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerConfig, accumulation: int) -> Optimizer:
+def _wrap_in_backward(
+    optimizer: Optimizer, model: nn.Module, config: TrainerConfig, accumulation: int, world: World
+) -> Optimizer:
     """Project gradients in backward if the optimizer needs only projections, else step there.
 
     Raises ConfigError for settings that need all gradients at once.
     """
-    train = config.train
-    conflicts = {"train.precision = fp16": train.precision == "fp16"}
+    train, layout = config.train, world.layout
+    sharded = any(map(is_sharded, model.parameters()))
+    conflicts = {
+        "train.precision = fp16": train.precision == "fp16",
+        f"parallel.tp = {layout.tp}": layout.tp > 1,
+        f"parallel.pp = {layout.pp}": layout.pp > 1,
+        "parallel.strategy = diloco": world.independent,
+        "train.projected_linears and fsdp": train.projected_linears and sharded,
+    }
     if isinstance(optimizer, LowRankOptimizer) and optimizer.can_project:
         reason = "train.optimizer_in_backward projects gradients before their scale is known"
     else:
         reason = "train.optimizer_in_backward updates weights before all gradients are known"
         conflicts |= {
+            f"{world.size} processes": world.size > 1,
             f"{accumulation} micro-batches a step": accumulation > 1,
             f"train.clip = {train.clip} (max_grad_norm)": train.clip is not None,
             "train.on_nonfinite = skip": train.on_nonfinite == "skip",
@@ -663,7 +709,10 @@ def _wrap_in_backward(optimizer: Optimizer, model: nn.Module, config: TrainerCon
         raise ConfigError(f"{reason}, which does not work with {name}: disable one of them")
     if isinstance(optimizer, LowRankOptimizer) and optimizer.can_project:
         return project_in_backward(
-            optimizer, accumulation=accumulation, model=model if train.projected_linears else None
+            optimizer,
+            accumulation=accumulation,
+            model=model if train.projected_linears else None,
+            process_group=world.replica_group,
         )
     return step_in_backward(optimizer)
 

@@ -409,7 +409,11 @@ class OverridableMethodsMixin(ABC):
 
     def _build_optimizer(self, choice: build.OptimizerChoice, model: nn.Module | None = None) -> Optimizer:
         return build.create_optimizer(
-            model or self.unwrapped_model(), self.config, choice, accumulation=self.config.train.accumulation or 1
+            model or self.unwrapped_model(),
+            self.config,
+            choice,
+            accumulation=self.config.train.accumulation or 1,
+            world=self.world,
         )
 
     def _assign(self, name: str, created: Any) -> None:
