@@ -1,0 +1,85 @@
+"""What a layout costs: bytes that each rank sends in a step, and the time of a step on a network.
+
+The formulas assume ring algorithms: an all-reduce of b bytes over n ranks sends 2 (n - 1) / n b from each rank, an
+all-gather to b bytes or a reduce-scatter of them (n - 1) / n b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whimbrel.distributed.layout import SIZES, Layout, ParallelConfig
+
+__all__ = ["Network", "Workload", "step_seconds", "traffic"]
+
+GRADIENT_BYTES = 4
+INT8_FRACTION = (1 + 4 / 256) / 4
+"""Bytes of an int8 delta with its scales, per byte of fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """An optimizer step of a decoder."""
+
+    parameters: int
+    layers: int
+    width: int
+    tokens: int
+    """Per micro-batch of one data rank."""
+    micro_batches: int
+    """Per data rank: gradient accumulation."""
+    param_bytes: int = 4
+    """Per gathered parameter (FSDP)."""
+    activation_bytes: int = 2
+    """Per activation."""
+    recompute: bool = False
+    """Whether backward repeats the forward pass of each block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Bandwidths in bytes per second and rank, in one direction, and the arithmetic of a device."""
+
+    ranks_per_node: int = 8
+    within_node: float = 400e9
+    between_nodes: float = 40e9
+    flops: float = 400e12
+    """FLOP/s of a device in a step without communication: its peak times the MFU of one device."""
+
+
+def traffic(workload: Workload, layout: Layout, config: ParallelConfig) -> dict[str, float]:
+    """Bytes that each rank sends per optimizer step, by mesh dimension."""
+    work, parameters = workload, workload.parameters / (layout.tp * layout.pp)
+    activations = work.tokens * work.width * work.activation_bytes * work.micro_batches
+    shards, replicas = layout.dp_shard, layout.dp_replicate
+    # FSDP gathers parameters for forward and (after resharding) for backward, and reduces gradients, per micro-batch.
+    gathers = 2 if config.reshard_after_forward else 1
+    sharded = work.micro_batches * (gathers * work.param_bytes + GRADIENT_BYTES) * parameters
+    replicated = 2 * GRADIENT_BYTES * parameters / shards
+    if config.strategy == "diloco":
+        replicated *= (INT8_FRACTION if config.delta_dtype == "int8" else 1.0) / config.sync_every
+    # Two all-reduces per layer in forward (attention, MLP), two in backward, and two more to recompute the forward.
+    layers = work.layers / layout.pp
+    all_reduces = 2 * layers * (3 if work.recompute else 2)
+    return {
+        "pp": 2.0 * activations if layout.pp > 1 else 0.0,
+        "dp_replicate": (replicas - 1) / replicas * replicated,
+        "dp_shard": (shards - 1) / shards * sharded,
+        "tp": 2 * (layout.tp - 1) / layout.tp * all_reduces * activations,
+    }
+
+
+def step_seconds(workload: Workload, layout: Layout, config: ParallelConfig, network: Network) -> float:
+    """The time of a step whose communication does not overlap with computation: an upper bound.
+
+    A dimension whose ranks fit on one machine, next to those of faster dimensions, uses its bandwidth.
+    """
+    neighbors, communication, sent = 1, 0.0, traffic(workload, layout, config)
+    for name in reversed(SIZES):
+        neighbors *= getattr(layout, name)
+        bandwidth = network.within_node if neighbors <= network.ranks_per_node else network.between_nodes
+        communication += sent[name] / bandwidth
+    tokens = workload.tokens * workload.micro_batches
+    flops = (8 if workload.recompute else 6) * workload.parameters * tokens / (layout.tp * layout.pp)
+    bubble = (layout.pp - 1) / workload.micro_batches
+    return flops / network.flops * (1 + bubble) + communication

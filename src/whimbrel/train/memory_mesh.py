@@ -1,0 +1,323 @@
+"""Predict the memory of one rank of a mesh, and choose the cheapest strategy that fits (`parallel.strategy = "auto"`).
+
+Parameters, gradients and optimizer states follow from the shapes that a rank holds: tensor parallelism divides heads
+and MLP width, a pipeline the layers, FSDP the rows of every parameter. Activations are measured on a simulated device
+(`memory`) for a model of a few layers with the shapes of one rank, and grow linearly with the number of layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.base.files import format_bytes
+from whimbrel.distributed.layout import Layout, ParallelConfig, resolve_layout
+from whimbrel.distributed.pipeline import split_layers, stage_indices
+from whimbrel.distributed.traffic import Network, Workload, step_seconds, traffic
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.optim import ParameterRow, parameter_table
+from whimbrel.train import build
+from whimbrel.train.config import ModelConfig, RunConfig
+from whimbrel.train.memory import CUBLAS_WORKSPACE_BYTES, MemoryPrediction, measure_passes, resolve, with_optimizer
+
+__all__ = ["choose_strategy", "predict_mesh_memory"]
+
+FEW_LAYERS = (2, 4)
+"""Layers of the models on which activations are measured."""
+PREFETCHED_BLOCKS = 2
+"""Blocks that FSDP holds gathered at a time: the current one, and the next."""
+FILL = 0.92
+"""Fraction of a device's memory that a prediction may take: the rest is for fragmentation and communication."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one rank holds, by category."""
+
+    weights: int
+    gradients: int
+    states: int
+    activations: int
+    gathered: int
+    """Parameters that FSDP has gathered in backward."""
+    reduced: int
+    """Complete gradients that FSDP is about to reduce."""
+    outer: int
+    """Outer parameters, momenta and residuals of DiLoCo."""
+    temporaries: int
+    parameters: tuple[ParameterRow, ...]
+
+
+def predict_mesh_memory(
+    config: RunConfig, layout: Layout, device_type: str, names: Iterable[str] | None = None
+) -> list[MemoryPrediction]:
+    """Predict a step's memory on the rank of `layout` that needs the most, for each optimizer (None: the run's)."""
+    train, parallel = config.train, config.parallel
+    for name, is_set in {
+        "train.weight_dtype": train.weight_dtype is not None,
+        "train.optimizer_in_backward": train.optimizer_in_backward,
+    }.items():
+        if is_set:
+            raise ConfigError(f"expected no {name} for the memory of several ranks: leave it out")
+    config = resolve(config, device_type, layout.dp)
+    local = replace(config, model=_local_architecture(config.model, layout.tp))
+    activations = _Activations.measure(local, device_type)
+    predictions = []
+    for name in [config.optim.name] if names is None else names:
+        variant = with_optimizer(local, name)
+        ranks = [_rank_memory(variant, layout, stages, activations) for stages in _pipeline_ranks(local, layout)]
+        candidates = [_prediction(variant, device_type, rank, layout) for rank in ranks]
+        predictions.append(max(candidates, key=lambda prediction: prediction.peak))
+    del parallel
+    return predictions
+
+
+def _local_architecture(model: ModelConfig, tp: int) -> ModelConfig:
+    """A model with the shapes of one tensor-parallel rank."""
+    sizes = {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads, "mlp_size": model.intermediate_size}
+    for name, size in sizes.items():
+        if size % tp:
+            raise ConfigError(f"expected parallel.tp that divides model.{name} = {size}, got {tp}")
+    local: dict[str, Any] = {name: size // tp for name, size in sizes.items()}
+    return replace(model, **local, head_size=model.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """Bytes of activations of one micro-batch."""
+
+    per_layer: int
+    other: int
+    """Embedding, final norm, logits and loss."""
+
+    @classmethod
+    def measure(cls, config: RunConfig, device_type: str) -> _Activations:
+        dtype = "bfloat16" if config.parallel.param_dtype == "bf16" else config.train.default_dtype
+        train = replace(config.train, accumulation=1, default_dtype=dtype)
+        few, more = FEW_LAYERS
+        measured = []
+        for count in FEW_LAYERS:
+            types = None if config.model.layer_types is None else config.model.layer_types[:count]
+            model = replace(config.model, num_layers=count, layer_types=types)
+            passes = measure_passes(replace(config, model=model, train=train), device_type)
+            measured.append(passes.max.get("activations", 0))
+        per_layer = (measured[1] - measured[0]) // (more - few)
+        return cls(per_layer, measured[0] - few * per_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """What one rank of a pipeline holds."""
+
+    blocks: int
+    is_first: bool
+    is_last: bool
+    in_flight: float
+    """Micro-batches whose activations it holds at a time, as complete passes through its blocks."""
+
+
+def _pipeline_ranks(config: RunConfig, layout: Layout) -> Iterator[_Stages]:
+    """The ranks of a pipeline, or one rank with all layers."""
+    layers, pp, schedule = config.model.num_layers, layout.pp, config.parallel.pipeline_schedule
+    if pp == 1:
+        yield _Stages(layers, is_first=True, is_last=True, in_flight=1)
+        return
+    micro_batches = config.train.accumulation or 1
+    model = _meta_model(config.model.architecture)
+    block = float(sum(p.numel() for p in next(iter(model.blocks)).parameters()))
+    per_rank = len(stage_indices(schedule, 0, pp))
+    ranges = split_layers([block] * layers, pp * per_rank, last=float(model.lm_head.weight.numel()))
+    for rank in range(pp):
+        indices = stage_indices(schedule, rank, pp)
+        in_flight = {
+            "gpipe": micro_batches,
+            "1f1b": min(micro_batches, pp - rank),
+            "interleaved": min(2 * micro_batches, 2 * (pp - rank - 1) + pp + 1) / 2,
+            "zero-bubble": min(micro_batches, pp),
+        }[schedule]
+        yield _Stages(
+            sum(len(ranges[index]) for index in indices),
+            is_first=0 in indices,
+            is_last=len(ranges) - 1 in indices,
+            in_flight=in_flight,
+        )
+
+
+@cache
+def _meta_model(config: GPTConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def _rank_memory(config: RunConfig, layout: Layout, stages: _Stages, activations: _Activations) -> RankMemory:
+    parallel, shards = config.parallel, layout.dp_shard
+    model = _meta_model(replace(config.model.architecture, num_layers=stages.blocks, layer_types=None))
+    optimizer = build.create_optimizer(model, config, None)
+    rows = parameter_table(model, optimizer)
+    held = _held_parameters(model, stages)
+    itemsize = torch.empty(0, dtype=getattr(torch, config.train.default_dtype or "float32")).itemsize
+    states = _state_bytes(model, optimizer, held, shards)
+    weights = sum(itemsize * local_numel(parameter, shards) for parameter in held)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    root = sum(parameter.numel() for parameter in held) - sum(blocks)
+    gathered = reduced = outer = 0
+    if shards > 1:
+        gathered_itemsize = itemsize if parallel.param_dtype is None else 2
+        num_gathered = PREFETCHED_BLOCKS if parallel.reshard_after_forward else len(blocks)
+        gathered = gathered_itemsize * (root + sum(blocks[:num_gathered]))
+        # The gradient of the head waits for that of the embedding; a block's is copied to the buffer of the reduction.
+        reduced = gathered_itemsize * (root + blocks[0]) + 4 * blocks[0]
+    if parallel.strategy == "diloco":
+        copies = 2 + (parallel.delta_dtype is not None or parallel.delta_rank is not None)
+        outer = 4 * copies * sum(parameter.numel() for parameter in held)
+    per_micro_batch = stages.blocks * activations.per_layer
+    return RankMemory(
+        weights=weights,
+        gradients=weights,
+        states=states,
+        activations=int(stages.in_flight * per_micro_batch) + (activations.other if stages.is_last else 0),
+        gathered=gathered,
+        reduced=reduced,
+        outer=outer,
+        temporaries=weights,
+        parameters=rows,
+    )
+
+
+def _held_parameters(model: GPT, stages: _Stages) -> list[nn.Parameter]:
+    """The parameters of a rank's stages; a tied head is held by the first and by the last."""
+    first = {id(p) for name in ("wte", "wpe") if name in model.transformer for p in model.transformer[name].parameters()}
+    last = {id(p) for module in (model.transformer["ln_f"], model.lm_head) for p in module.parameters()}
+    excluded = (set() if stages.is_first else first - last) | (set() if stages.is_last else last - first)
+    if not stages.is_first and not stages.is_last:
+        excluded = first | last
+    return [parameter for parameter in model.parameters() if id(parameter) not in excluded]
+
+
+def local_numel(tensor: Tensor, shards: int) -> int:
+    """Elements of the largest shard of a tensor that FSDP splits by rows."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    return -(-rows // shards) * (tensor.numel() // rows)
+
+
+def _state_bytes(model: GPT, optimizer: torch.optim.Optimizer, held: Sequence[Tensor], shards: int) -> int:
+    """Bytes of a rank's optimizer state. State tensors with the rows of their parameter are sharded like it."""
+    for group in optimizer.param_groups:
+        group |= {name: False for name in ("fused", "foreach") if name in group}
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    total = 0
+    for parameter in held:
+        for value in optimizer.state.get(parameter, {}).values():
+            if not isinstance(value, Tensor):
+                continue
+            rows = value.shape[0] if value.ndim else 1
+            is_flat = value.ndim == 1 and value.numel() > 1 and parameter.numel() % value.numel() == 0
+            if rows == parameter.shape[0]:
+                total += value.nbytes // rows * -(-rows // shards)
+            else:
+                total += math.ceil(value.nbytes / shards) if is_flat else value.nbytes
+    return total
+
+
+def _prediction(config: RunConfig, device_type: str, rank: RankMemory, layout: Layout) -> MemoryPrediction:
+    """The peak of backward, or of the optimizer step."""
+    workspace = CUBLAS_WORKSPACE_BYTES if device_type == "cuda" else 0
+    always = {"outer parameters and momenta": rank.outer, "workspace": workspace}
+    on_device = {"weights": rank.weights, "gradients": rank.gradients, "states": rank.states}
+    if config.parallel.cpu_offload:
+        on_device = dict.fromkeys(on_device, 0)
+    backward = on_device | {
+        "activations": rank.activations, "gathered parameters": rank.gathered, "unreduced gradients": rank.reduced,
+    }  # fmt: skip
+    step = on_device | {"temporaries": 0 if config.parallel.cpu_offload else rank.temporaries}
+    phase, at_peak = max((("backward", backward), ("step", step)), key=lambda item: sum(item[1].values()))
+    at_peak = at_peak | always
+    return MemoryPrediction(
+        device=device_type,
+        optimizer=config.optim.name,
+        in_backward=False,
+        micro_batch=config.train.micro_batch or 1,
+        accumulation=config.train.accumulation or 1,
+        weights=rank.weights,
+        gradients=rank.gradients,
+        states=rank.states,
+        activations=rank.activations,
+        temporaries=rank.temporaries,
+        peak=sum(at_peak.values()),
+        phase=phase,
+        at_peak={name: size for name, size in at_peak.items() if size},
+        parameters=rank.parameters,
+        layout=str(layout),
+    )
+
+
+# parallel.strategy = "auto"
+
+
+def choose_strategy(
+    config: RunConfig, world_size: int, ranks_per_node: int, memory: int, device_type: str, flops: float | None = None
+) -> tuple[ParallelConfig, str]:
+    """The cheapest layout whose predicted memory fits `memory` bytes per device, and why in one line."""
+    network = Network(ranks_per_node=ranks_per_node, **({} if flops is None else {"flops": 0.4 * flops}))
+    fits: list[tuple[float, str, ParallelConfig]] = []
+    rejected: list[str] = []
+    for parallel in _candidates(config, world_size, ranks_per_node):
+        try:
+            layout = resolve_layout(parallel, world_size, ranks_per_node)
+            candidate = replace(config, parallel=parallel)
+            (prediction,) = predict_mesh_memory(candidate, layout, device_type)
+        except ConfigError:  # the model cannot be divided this way
+            continue
+        name = parallel.strategy if layout.tp * layout.pp == 1 else f"{parallel.strategy} ({layout})"
+        if prediction.peak > FILL * memory:
+            rejected.append(f"{name} needs {format_bytes(prediction.peak)}")
+            continue
+        work = _workload(candidate, prediction)
+        seconds, sent = step_seconds(work, layout, parallel, network), sum(traffic(work, layout, parallel).values())
+        needs = f"needs {format_bytes(prediction.peak)} of {format_bytes(memory)} per device and sends"
+        fits.append((seconds, f"{name} {needs} {format_bytes(int(sent))} per step", parallel))
+    if not fits:
+        raise ConfigError(
+            f"parallel.strategy = auto: no layout of {world_size} ranks fits {format_bytes(memory)} per device "
+            f"({'; '.join(rejected[-3:])}): use more devices, a smaller train.micro_batch or train.recompute = full"
+        )
+    seconds, reason, parallel = min(fits, key=lambda item: item[0])
+    del seconds
+    return parallel, "; ".join([reason, *rejected[:2]])
+
+
+def _candidates(config: RunConfig, world_size: int, ranks_per_node: int) -> Iterator[ParallelConfig]:
+    """Layouts to consider: replicas, shards, then shards with layers split over more and more ranks."""
+    base = replace(config.parallel, strategy="auto")
+    if not any(getattr(base, name) is not None for name in ("dp_shard", "tp", "pp")):
+        unset = {"reshard_after_forward": True, "cpu_offload": False, "param_dtype": None, "pipeline_schedule": "1f1b"}
+        yield replace(base, strategy="ddp", **unset)
+    for pp in (2**i for i in range(world_size.bit_length())):
+        for tp in (2**i for i in range(ranks_per_node.bit_length())):
+            wanted = (base.tp in (None, tp)) and (base.pp in (None, pp))
+            if wanted and tp * pp <= world_size and world_size % (tp * pp) == 0 and pp <= config.model.num_layers:
+                schedule = base.pipeline_schedule if pp > 1 else "1f1b"
+                yield replace(base, strategy="fsdp", tp=tp, pp=pp, pipeline_schedule=schedule)
+
+
+def _workload(config: RunConfig, prediction: MemoryPrediction) -> Workload:
+    return Workload(
+        parameters=config.model.matrix_parameters,
+        layers=config.model.num_layers,
+        width=config.model.embd_size,
+        tokens=prediction.micro_batch * config.sequence_length,
+        micro_batches=prediction.accumulation,
+        param_bytes=2 if config.parallel.param_dtype is not None else 4,
+        activation_bytes=4 if config.train.precision == "fp32" else 2,
+        recompute=config.train.recompute == "full",
+    )
