@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,15 @@ import typer
 from whimbrel.cli.terminal import configure_logging, print_table
 
 if TYPE_CHECKING:
+    from whimbrel.distributed import Layout
     from whimbrel.optim import ParameterRow
     from whimbrel.train import RunConfig
     from whimbrel.train.memory import MemoryPrediction
 
 __all__ = ["memory", "train"]
+
+RANKS_PER_NODE = 8
+"""GPUs of a machine, for a prediction."""
 
 
 def _list_settings(requested: bool) -> None:
@@ -111,8 +116,13 @@ def _drop_unwritten_output() -> None:
 
 def memory(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="TOML file of the run.")],
+    config: Annotated[Path, typer.Argument(help="TOML file of the run, or a model preset such as llama2-7b.")],
     device: Annotated[str | None, typer.Option(help="Predict for cuda or cpu; the device need not be present.")] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Number of processes; nothing is started. (default: the product of the sizes in [parallel])"),
+    ] = None,
+    device_memory: Annotated[float, typer.Option(help="GiB per device, for --parallel.strategy=auto.")] = 80.0,
     optimizer: Annotated[
         list[str] | None, typer.Option(help="Compare with this optimizer only, instead of all; can be repeated.")
     ] = None,
@@ -124,23 +134,31 @@ def memory(
     """Predict the peak memory of a training step for the run's optimizer and for all others.
 
     The step runs on fake tensors, so it needs neither the device nor its memory. Override any setting with
-    --section.name=value.
+    --section.name=value. With several processes (--nproc 64 --parallel.strategy=fsdp), the memory is that of one rank.
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.config import did_you_mean
+    from whimbrel.distributed import ParallelConfig
     from whimbrel.optim.build import DENSE_ONLY
-    from whimbrel.train import load_run_config
     from whimbrel.train.memory import optimizer_names, predict_memory
+    from whimbrel.train.memory_mesh import predict_mesh_memory
 
     if device not in (None, "cuda", "cpu"):
         raise ConfigError(f"expected --device cuda or cpu, got {device}")
     for name in optimizer or ():
         if name not in optimizer_names():
             raise ConfigError(f"unknown --optimizer {name}{did_you_mean(name, optimizer_names())}")
-    loaded = load_run_config(config, context.args)
+    loaded = _load_config_or_preset(config, context.args)
     supported = [name for name in optimizer_names() if loaded.train.weight_dtype is None or name not in DENSE_ONLY]
     others = [name for name in optimizer or supported if name != loaded.optim.name]
-    predictions = predict_memory(loaded, device, [loaded.optim.name, *others])
+    names = [loaded.optim.name, *others]
+    layout = None
+    if nproc is not None or loaded.parallel != ParallelConfig():
+        loaded, layout = _resolve_mesh(loaded, nproc, device or "cuda", device_memory)
+    if layout is None or layout.world_size == 1:
+        predictions = predict_memory(loaded, device, names)
+    else:
+        predictions = predict_mesh_memory(loaded, layout, device or "cuda", names)
     if as_json:
         from dataclasses import asdict
 
@@ -149,13 +167,44 @@ def memory(
         _print_predictions(loaded, predictions, parameters=parameters)
 
 
+def _load_config_or_preset(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """A run's configuration; for the name of a preset, one with that model and defaults."""
+    from whimbrel.config import apply_overrides
+    from whimbrel.models import preset_names
+    from whimbrel.train import load_run_config
+    from whimbrel.train.config import build_run_config
+
+    if path.exists() or str(path) not in preset_names():
+        return load_run_config(path, overrides)
+    table = {"output_dir": "run", "model": {"preset": str(path)}, "data": {"path": "data"}, "train": {"steps": 1}}
+    return build_run_config(apply_overrides(table, overrides))
+
+
+def _resolve_mesh(config: RunConfig, nproc: int | None, device: str, gib: float) -> tuple[RunConfig, Layout]:
+    """The layout of `nproc` processes; "auto" is replaced with the strategy it chooses."""
+    from dataclasses import replace
+
+    from whimbrel.distributed.layout import resolve_layout
+    from whimbrel.train.memory_mesh import choose_strategy
+
+    parallel = config.parallel
+    sizes = (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.tp)
+    processes = math.prod(size or 1 for size in sizes) if nproc is None else nproc
+    per_node = min(processes, RANKS_PER_NODE)
+    if parallel.strategy == "auto":
+        parallel, reason = choose_strategy(config, processes, per_node, int(gib * 2**30), device)
+        print(f"Strategy (auto): {reason}")
+    return replace(config, parallel=parallel), resolve_layout(parallel, processes, per_node)
+
+
 def _print_predictions(config: RunConfig, predictions: Sequence[MemoryPrediction], *, parameters: bool) -> None:
     from whimbrel.base.files import format_bytes
     from whimbrel.train.callbacks.progress import features
 
     current = predictions[0]
     step = f"{current.accumulation} x {current.micro_batch} sequences of {config.sequence_length} tokens per step"
-    print(f"Device: {current.device}, {step}{''.join(f', {feature}' for feature in features(config))}")
+    mesh = "" if current.layout == "one process" else f"one rank of {current.layout}, "
+    print(f"Device: {current.device}, {mesh}{step}{''.join(f', {feature}' for feature in features(config))}")
     print()
     columns = ("optimizer", "weights", "gradients", "state", "activations", "temporary", "peak", "peak during")
     print_table(

@@ -130,7 +130,10 @@ class Layout:
 def resolve_layout(config: ParallelConfig, world_size: int, ranks_per_node: int) -> Layout:
     """The layout for `world_size` processes; raises ConfigError with the legal choices if there is none."""
     if config.strategy == "auto":
-        raise ValueError("auto has to be replaced with a strategy first")
+        raise ConfigError(
+            "parallel.strategy = auto predicts the memory of a run from its configuration (whimbrel train): choose ddp "
+            "or fsdp for a model from Python"
+        )
     strategy = config.strategy or "ddp"
     sizes = {name: getattr(config, name) for name in SIZES}
     if strategy == "hsdp" and sizes["dp_shard"] is None:

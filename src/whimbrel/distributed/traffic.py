@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whimbrel.distributed.layout import SIZES, Layout, ParallelConfig
+from whimbrel.distributed.layout import Layout, ParallelConfig
 
 __all__ = ["Network", "Workload", "step_seconds", "traffic"]
 
@@ -70,16 +70,18 @@ def traffic(workload: Workload, layout: Layout, config: ParallelConfig) -> dict[
 
 
 def step_seconds(workload: Workload, layout: Layout, config: ParallelConfig, network: Network) -> float:
-    """The time of a step whose communication does not overlap with computation: an upper bound.
+    """The time of a step: data parallelism communicates during computation, tensor and pipeline parallelism do not.
 
     A dimension whose ranks fit on one machine, next to those of faster dimensions, uses its bandwidth.
     """
-    neighbors, communication, sent = 1, 0.0, traffic(workload, layout, config)
-    for name in reversed(SIZES):
+    neighbors, seconds = 1, dict[str, float]()
+    for name, sent in reversed(traffic(workload, layout, config).items()):
         neighbors *= getattr(layout, name)
         bandwidth = network.within_node if neighbors <= network.ranks_per_node else network.between_nodes
-        communication += sent[name] / bandwidth
+        seconds[name] = sent / bandwidth
     tokens = workload.tokens * workload.micro_batches
     flops = (8 if workload.recompute else 6) * workload.parameters * tokens / (layout.tp * layout.pp)
     bubble = (layout.pp - 1) / workload.micro_batches
-    return flops / network.flops * (1 + bubble) + communication
+    computation = flops / network.flops
+    overlapped = max(computation, seconds["dp_shard"] + seconds["dp_replicate"])
+    return overlapped + bubble * computation + seconds["tp"] + seconds["pp"]

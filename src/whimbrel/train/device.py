@@ -13,7 +13,7 @@ import torch
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.world import launched_processes
 
-__all__ = ["Stopwatch", "choose_device", "device_name", "free_memory", "peak_flops", "peak_memory"]
+__all__ = ["Stopwatch", "choose_device", "device_name", "free_memory", "peak_flops", "peak_memory", "total_memory"]
 
 PEAK_TFLOPS = (
     ("B200", 2250.0),
@@ -90,6 +90,15 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     return None
+
+
+def total_memory(device: torch.device, processes: int = 1) -> int:
+    """Bytes of memory of an accelerator; on the CPU, the share of each of `processes` in the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
 
 
 def peak_memory(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.distributed import World, apply_activation_checkpointing
+from whimbrel.distributed import Layout, World, apply_activation_checkpointing
 from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.build import OPTIONS_BY_OPTIMIZER
@@ -28,11 +28,17 @@ from whimbrel.train.objectives import ModelObjective
 from whimbrel.train.step import TrainStep
 
 __all__ = [
+    "CUBLAS_WORKSPACE_BYTES",
     "MemoryPrediction",
     "build_dry_run_step",
+    "create_model",
     "empty_model",
+    "measure_passes",
+    "measure_temporaries",
     "optimizer_names",
     "predict_memory",
+    "resolve",
+    "simulation",
     "with_optimizer",
 ]
 
@@ -68,6 +74,8 @@ class MemoryPrediction:
     """Composition of the peak."""
     parameters: tuple[ParameterRow, ...]
     """How the optimizer updates each parameter."""
+    layout: str = str(Layout())
+    """Sizes of the mesh. The bytes are those of one rank, the one that needs the most."""
 
 
 def optimizer_names() -> tuple[str, ...]:
@@ -102,8 +110,8 @@ def predict_memory(
     is ignored, although it saves fewer activations.
     """
     device_type = choose_device(config.train.device).type if device is None else device
-    config = _resolve(config, device_type)
-    passes: _Measurement | None = None
+    config = resolve(config, device_type)
+    passes: Measurement | None = None
     predictions = []
     for name in [config.optim.name] if names is None else names:
         variant = with_optimizer(config, name)
@@ -118,13 +126,13 @@ def predict_memory(
                     variant, train=replace(variant.train, optimizer_in_backward=False, projected_linears=False)
                 )
         # Forward and backward are the same for every optimizer that runs after them.
-        passes = passes or _measure_passes(variant, device_type)
+        passes = passes or measure_passes(variant, device_type)
         predictions.append(_predict_after_backward(variant, device_type, passes))
     return predictions
 
 
 @dataclass(frozen=True, slots=True)
-class _Measurement:
+class Measurement:
     """Memory measured by a tracker in a step or part of one."""
 
     peak: int
@@ -133,10 +141,10 @@ class _Measurement:
     max: dict[str, int]
 
 
-def _measure_passes(config: RunConfig, device_type: str) -> _Measurement:
+def measure_passes(config: RunConfig, device_type: str) -> Measurement:
     """Forward and backward of the last micro-batch, with the accumulated gradients of the earlier ones."""
-    with _simulation(device_type) as tracker:
-        model = _create_model(config, tracker)
+    with simulation(device_type) as tracker:
+        model = create_model(config, tracker)
         if (config.train.accumulation or 1) > 1:
             for parameter in model.parameters():
                 parameter.grad = parameter.new_empty(parameter.shape)  # dense, also for quantized parameters
@@ -155,8 +163,8 @@ class NoOpOptimizer(Optimizer):
 def _predict_in_backward(config: RunConfig, device_type: str) -> MemoryPrediction:
     """Predict with optimizer_in_backward: optimizer and passes overlap, so they are simulated together."""
     accumulation = config.train.accumulation or 1
-    with _simulation(device_type) as tracker:
-        model = _create_model(config, tracker)
+    with simulation(device_type) as tracker:
+        model = create_model(config, tracker)
         optimizer = build.create_optimizer(model, config, None, accumulation=accumulation)
         rows = parameter_table(model, optimizer)
         if isinstance(optimizer, ProjectInBackward):
@@ -166,17 +174,17 @@ def _predict_in_backward(config: RunConfig, device_type: str) -> MemoryPredictio
         return _prediction(config, device_type, rows, measured)
 
 
-def _predict_after_backward(config: RunConfig, device_type: str, passes: _Measurement) -> MemoryPrediction:
+def _predict_after_backward(config: RunConfig, device_type: str, passes: Measurement) -> MemoryPrediction:
     """Predict with the optimizer after backward: states add to the passes, temporaries do not overlap them."""
-    with _simulation(device_type) as tracker:
-        model = _create_model(config, tracker)
+    with simulation(device_type) as tracker:
+        model = create_model(config, tracker)
         optimizer = build.create_optimizer(model, config, None)
         rows = parameter_table(model, optimizer)
-        temporaries = _measure_temporaries(tracker, model, optimizer)
+        temporaries = measure_temporaries(tracker, model, optimizer)
     states = sum(row.state_bytes or 0 for row in rows)
     in_step = {"weights": passes.max["weights"], "gradients": passes.max["gradients"]}
     in_step |= {"states": states, "temporaries": temporaries}
-    measured = _Measurement(
+    measured = Measurement(
         passes.peak + states, passes.phase, passes.at_peak | {"states": states}, passes.max | in_step
     )
     if sum(in_step.values()) > measured.peak:
@@ -185,12 +193,12 @@ def _predict_after_backward(config: RunConfig, device_type: str, passes: _Measur
 
 
 @contextlib.contextmanager
-def _simulation(device_type: str) -> Iterator[MemoryTracker]:
+def simulation(device_type: str) -> Iterator[MemoryTracker]:
     with simulated_device(device_type) as tracker, torch.random.fork_rng(devices=()):
         yield tracker
 
 
-def _create_model(config: RunConfig, tracker: MemoryTracker) -> GPT:
+def create_model(config: RunConfig, tracker: MemoryTracker) -> GPT:
     """Create the model on the simulated device; its weights and their gradients are tracked as such."""
     model = build.init_model(config) if config.train.weight_dtype is None else empty_model(config)
     tracker.mark([*model.parameters(), *model.buffers()], "weights")
@@ -221,7 +229,7 @@ def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
 
 def _measure_step(
     tracker: MemoryTracker, config: RunConfig, device_type: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
-) -> _Measurement:
+) -> Measurement:
     """Run a step with `micro_batches` micro-batches (forward, backward, clipping, optimizer) and measure it."""
     shape = (2, config.train.micro_batch or 1, config.sequence_length)
     others = (config.train.accumulation or 1) - micro_batches
@@ -235,10 +243,10 @@ def _measure_step(
         tracker.reset_peak()
         step.run(1)
     del tokens
-    return _Measurement(tracker.peak, tracker.phase, dict(tracker.at_peak), dict(tracker.max))
+    return Measurement(tracker.peak, tracker.phase, dict(tracker.at_peak), dict(tracker.max))
 
 
-def _measure_temporaries(tracker: MemoryTracker, model: GPT, optimizer: Optimizer) -> int:
+def measure_temporaries(tracker: MemoryTracker, model: GPT, optimizer: Optimizer) -> int:
     """What an optimizer step allocates and frees.
 
     All blocks have the same shapes, so a few of them are enough if temporaries do not grow with their number
@@ -278,7 +286,7 @@ def _measure_optimizer(tracker: MemoryTracker, optimizer: Optimizer, parameters:
 
 
 def _prediction(
-    config: RunConfig, device_type: str, rows: tuple[ParameterRow, ...], measured: _Measurement
+    config: RunConfig, device_type: str, rows: tuple[ParameterRow, ...], measured: Measurement
 ) -> MemoryPrediction:
     extra = {"workspace": CUBLAS_WORKSPACE_BYTES if device_type == "cuda" else 0}
     if config.ema.decay is not None:
@@ -301,7 +309,7 @@ def _prediction(
     )
 
 
-def _resolve(config: RunConfig, device_type: str) -> RunConfig:
+def resolve(config: RunConfig, device_type: str, data_ranks: int = 1) -> RunConfig:
     """Choose the micro-batch, and remove settings that are not predicted."""
     train = config.train
     if (recipe := train.fp8_recipe or train.qat_recipe) is not None:
@@ -316,11 +324,11 @@ def _resolve(config: RunConfig, device_type: str) -> RunConfig:
                 f"expected train.micro_batch for a prediction for {device_type} on a machine with {local.type}: set "
                 "--train.micro_batch=N"
             )
-        with _simulation(device_type):
-            model = build.init_model(config)
-        train = replace(train, micro_batch=build.choose_micro_batch(config, model, local, World()))
+        with simulation(device_type):
+            model, world = build.init_model(config), World(Layout(dp_replicate=data_ranks))
+        train = replace(train, micro_batch=build.choose_micro_batch(config, model, local, world))
     assert train.micro_batch is not None
-    accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length)
+    accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch * data_ranks, config.sequence_length)
     uncompiled: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if "compile" in f.name}
     train = replace(train, tokens_per_step=None, accumulation=accumulation, **uncompiled)
     if isinstance(train.recompute, float):  # the compiler decides what to recompute

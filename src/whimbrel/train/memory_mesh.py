@@ -7,8 +7,10 @@ and MLP width, a pipeline the layers, FSDP the rows of every parameter. Activati
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,18 +23,33 @@ from whimbrel.base.files import format_bytes
 from whimbrel.distributed.layout import Layout, ParallelConfig, resolve_layout
 from whimbrel.distributed.pipeline import split_layers, stage_indices
 from whimbrel.distributed.traffic import Network, Workload, step_seconds, traffic
+from whimbrel.distributed.world import launched_processes
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.optim import ParameterRow, parameter_table
 from whimbrel.train import build
 from whimbrel.train.config import ModelConfig, RunConfig
-from whimbrel.train.memory import CUBLAS_WORKSPACE_BYTES, MemoryPrediction, measure_passes, resolve, with_optimizer
+from whimbrel.train.device import choose_device, peak_flops, total_memory
+from whimbrel.train.memory import (
+    CUBLAS_WORKSPACE_BYTES,
+    MemoryPrediction,
+    create_model,
+    measure_passes,
+    measure_temporaries,
+    resolve,
+    simulation,
+    with_optimizer,
+)
 
-__all__ = ["choose_strategy", "predict_mesh_memory"]
+__all__ = ["choose_strategy", "predict_mesh_memory", "predict_pipeline_ranks", "resolve_strategy"]
+
+logger = logging.getLogger(__name__)
 
 FEW_LAYERS = (2, 4)
 """Layers of the models on which activations are measured."""
 PREFETCHED_BLOCKS = 2
 """Blocks that FSDP holds gathered at a time: the current one, and the next."""
+SIMPLER = 1.1
+"""How much longer a step of a simpler layout may take."""
 FILL = 0.92
 """Fraction of a device's memory that a prediction may take: the rest is for fragmentation and communication."""
 
@@ -51,7 +68,6 @@ class RankMemory:
     """Complete gradients that FSDP is about to reduce."""
     outer: int
     """Outer parameters, momenta and residuals of DiLoCo."""
-    temporaries: int
     parameters: tuple[ParameterRow, ...]
 
 
@@ -59,7 +75,7 @@ def predict_mesh_memory(
     config: RunConfig, layout: Layout, device_type: str, names: Iterable[str] | None = None
 ) -> list[MemoryPrediction]:
     """Predict a step's memory on the rank of `layout` that needs the most, for each optimizer (None: the run's)."""
-    train, parallel = config.train, config.parallel
+    train = config.train
     for name, is_set in {
         "train.weight_dtype": train.weight_dtype is not None,
         "train.optimizer_in_backward": train.optimizer_in_backward,
@@ -67,16 +83,22 @@ def predict_mesh_memory(
         if is_set:
             raise ConfigError(f"expected no {name} for the memory of several ranks: leave it out")
     config = resolve(config, device_type, layout.dp)
-    local = replace(config, model=_local_architecture(config.model, layout.tp))
-    activations = _Activations.measure(local, device_type)
     predictions = []
     for name in [config.optim.name] if names is None else names:
-        variant = with_optimizer(local, name)
-        ranks = [_rank_memory(variant, layout, stages, activations) for stages in _pipeline_ranks(local, layout)]
-        candidates = [_prediction(variant, device_type, rank, layout) for rank in ranks]
-        predictions.append(max(candidates, key=lambda prediction: prediction.peak))
-    del parallel
+        ranks = predict_pipeline_ranks(with_optimizer(config, name), layout, device_type)
+        predictions.append(max(ranks, key=lambda prediction: prediction.peak))
     return predictions
+
+
+def predict_pipeline_ranks(config: RunConfig, layout: Layout, device_type: str) -> list[MemoryPrediction]:
+    """The memory of each rank of a pipeline, or of one rank without; `config` has a micro-batch and accumulation."""
+    local = replace(config, model=_local_architecture(config.model, layout.tp))
+    activations = _measure_activations(_without_parallel(local), device_type, config.parallel.param_dtype)
+    temporaries = _measure_temporaries(_without_parallel(local), device_type) // layout.dp_shard
+    return [
+        _prediction(local, device_type, _rank_memory(local, layout, stages, activations), temporaries, layout)
+        for stages in _pipeline_ranks(config, layout)
+    ]
 
 
 def _local_architecture(model: ModelConfig, tp: int) -> ModelConfig:
@@ -97,19 +119,38 @@ class _Activations:
     other: int
     """Embedding, final norm, logits and loss."""
 
-    @classmethod
-    def measure(cls, config: RunConfig, device_type: str) -> _Activations:
-        dtype = "bfloat16" if config.parallel.param_dtype == "bf16" else config.train.default_dtype
-        train = replace(config.train, accumulation=1, default_dtype=dtype)
-        few, more = FEW_LAYERS
-        measured = []
-        for count in FEW_LAYERS:
-            types = None if config.model.layer_types is None else config.model.layer_types[:count]
-            model = replace(config.model, num_layers=count, layer_types=types)
-            passes = measure_passes(replace(config, model=model, train=train), device_type)
-            measured.append(passes.max.get("activations", 0))
-        per_layer = (measured[1] - measured[0]) // (more - few)
-        return cls(per_layer, measured[0] - few * per_layer)
+
+@cache
+def _measure_activations(config: RunConfig, device_type: str, param_dtype: str | None) -> _Activations:
+    train, (few, more) = config.train, FEW_LAYERS
+    if param_dtype is not None:
+        train = replace(train, default_dtype="bfloat16" if param_dtype == "bf16" else "float16")
+    measured = []
+    for count in FEW_LAYERS:
+        passes = measure_passes(replace(_with_layers(config, count), train=train), device_type)
+        measured.append(passes.max.get("activations", 0))
+    per_layer = (measured[1] - measured[0]) // (more - few)
+    return _Activations(per_layer, measured[0] - few * per_layer)
+
+
+def _without_parallel(config: RunConfig) -> RunConfig:
+    """The run of one process, with one micro-batch per step: equal for all layouts with the same shapes."""
+    return replace(config, parallel=ParallelConfig(), train=replace(config.train, accumulation=1))
+
+
+def _with_layers(config: RunConfig, count: int) -> RunConfig:
+    types = config.model.layer_types
+    layers: dict[str, Any] = {"num_layers": count, "layer_types": None if types is None else types[:count]}
+    return replace(config, model=replace(config.model, **layers))
+
+
+@cache
+def _measure_temporaries(config: RunConfig, device_type: str) -> int:
+    """What the optimizer step allocates and frees: optimizers process parameters in batches of limited size."""
+    config = _with_layers(config, FEW_LAYERS[-1])
+    with simulation(device_type) as tracker:
+        model = create_model(config, tracker)
+        return measure_temporaries(tracker, model, build.create_optimizer(model, config, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +171,7 @@ def _pipeline_ranks(config: RunConfig, layout: Layout) -> Iterator[_Stages]:
         yield _Stages(layers, is_first=True, is_last=True, in_flight=1)
         return
     micro_batches = config.train.accumulation or 1
-    model = _meta_model(config.model.architecture)
+    model = _meta_model(_with_layers(config, 1).model.architecture)
     block = float(sum(p.numel() for p in next(iter(model.blocks)).parameters()))
     per_rank = len(stage_indices(schedule, 0, pp))
     ranges = split_layers([block] * layers, pp * per_rank, last=float(model.lm_head.weight.numel()))
@@ -158,47 +199,52 @@ def _meta_model(config: GPTConfig) -> GPT:
 
 def _rank_memory(config: RunConfig, layout: Layout, stages: _Stages, activations: _Activations) -> RankMemory:
     parallel, shards = config.parallel, layout.dp_shard
-    model = _meta_model(replace(config.model.architecture, num_layers=stages.blocks, layer_types=None))
+    model = _meta_model(_with_layers(config, 1).model.architecture)  # all blocks have the same shapes
     optimizer = build.create_optimizer(model, config, None)
-    rows = parameter_table(model, optimizer)
-    held = _held_parameters(model, stages)
+    block, root = list(next(iter(model.blocks)).parameters()), _root_parameters(model, stages)
+    held = [(parameter, 1) for parameter in root] + [(parameter, stages.blocks) for parameter in block]
     itemsize = torch.empty(0, dtype=getattr(torch, config.train.default_dtype or "float32")).itemsize
-    states = _state_bytes(model, optimizer, held, shards)
-    weights = sum(itemsize * local_numel(parameter, shards) for parameter in held)
-    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    root = sum(parameter.numel() for parameter in held) - sum(blocks)
+    rows = tuple(_times(row, stages.blocks) for row in parameter_table(model, optimizer))
+    states = _state_bytes(model, optimizer, shards)
+    weights = sum(itemsize * count * local_numel(parameter, shards) for parameter, count in held)
+    block_numel, root_numel = sum(p.numel() for p in block), sum(p.numel() for p in root)
     gathered = reduced = outer = 0
     if shards > 1:
         gathered_itemsize = itemsize if parallel.param_dtype is None else 2
-        num_gathered = PREFETCHED_BLOCKS if parallel.reshard_after_forward else len(blocks)
-        gathered = gathered_itemsize * (root + sum(blocks[:num_gathered]))
+        num_gathered = min(PREFETCHED_BLOCKS, stages.blocks) if parallel.reshard_after_forward else stages.blocks
+        gathered = gathered_itemsize * (root_numel + num_gathered * block_numel)
         # The gradient of the head waits for that of the embedding; a block's is copied to the buffer of the reduction.
-        reduced = gathered_itemsize * (root + blocks[0]) + 4 * blocks[0]
+        reduced = gathered_itemsize * (root_numel + block_numel) + 4 * block_numel
     if parallel.strategy == "diloco":
         copies = 2 + (parallel.delta_dtype is not None or parallel.delta_rank is not None)
-        outer = 4 * copies * sum(parameter.numel() for parameter in held)
-    per_micro_batch = stages.blocks * activations.per_layer
+        outer = 4 * copies * (root_numel + stages.blocks * block_numel)
+    in_blocks = int(stages.in_flight * stages.blocks * activations.per_layer)
     return RankMemory(
         weights=weights,
         gradients=weights,
-        states=states,
-        activations=int(stages.in_flight * per_micro_batch) + (activations.other if stages.is_last else 0),
+        states=sum(count * states[parameter] for parameter, count in held),
+        activations=in_blocks + (activations.other if stages.is_last else 0),
         gathered=gathered,
         reduced=reduced,
         outer=outer,
-        temporaries=weights,
         parameters=rows,
     )
 
 
-def _held_parameters(model: GPT, stages: _Stages) -> list[nn.Parameter]:
-    """The parameters of a rank's stages; a tied head is held by the first and by the last."""
-    first = {id(p) for name in ("wte", "wpe") if name in model.transformer for p in model.transformer[name].parameters()}
-    last = {id(p) for module in (model.transformer["ln_f"], model.lm_head) for p in module.parameters()}
-    excluded = (set() if stages.is_first else first - last) | (set() if stages.is_last else last - first)
-    if not stages.is_first and not stages.is_last:
-        excluded = first | last
-    return [parameter for parameter in model.parameters() if id(parameter) not in excluded]
+def _times(row: ParameterRow, blocks: int) -> ParameterRow:
+    """A row of the complete model, from that of one block."""
+    if "*" not in row.name:
+        return row
+    state_bytes = None if row.state_bytes is None else row.state_bytes * blocks
+    return replace(row, count=row.count * blocks, weight_bytes=row.weight_bytes * blocks, state_bytes=state_bytes)
+
+
+def _root_parameters(model: GPT, stages: _Stages) -> list[nn.Parameter]:
+    """The parameters outside of blocks; a tied head is held by the first and by the last rank of a pipeline."""
+    first = [module for name, module in model.transformer.items() if name not in ("h", "ln_f")]
+    last = [model.transformer["ln_f"], model.lm_head]
+    modules = (first if stages.is_first else []) + (last if stages.is_last else [])
+    return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
 
 def local_numel(tensor: Tensor, shards: int) -> int:
@@ -207,7 +253,7 @@ def local_numel(tensor: Tensor, shards: int) -> int:
     return -(-rows // shards) * (tensor.numel() // rows)
 
 
-def _state_bytes(model: GPT, optimizer: torch.optim.Optimizer, held: Sequence[Tensor], shards: int) -> int:
+def _state_bytes(model: GPT, optimizer: torch.optim.Optimizer, shards: int) -> dict[Tensor, int]:
     """Bytes of a rank's optimizer state. State tensors with the rows of their parameter are sharded like it."""
     for group in optimizer.param_groups:
         group |= {name: False for name in ("fused", "foreach") if name in group}
@@ -215,21 +261,23 @@ def _state_bytes(model: GPT, optimizer: torch.optim.Optimizer, held: Sequence[Te
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    total = 0
-    for parameter in held:
+    found = dict.fromkeys(model.parameters(), 0)
+    for parameter in found:
         for value in optimizer.state.get(parameter, {}).values():
             if not isinstance(value, Tensor):
                 continue
             rows = value.shape[0] if value.ndim else 1
             is_flat = value.ndim == 1 and value.numel() > 1 and parameter.numel() % value.numel() == 0
             if rows == parameter.shape[0]:
-                total += value.nbytes // rows * -(-rows // shards)
+                found[parameter] += value.nbytes // rows * -(-rows // shards)
             else:
-                total += math.ceil(value.nbytes / shards) if is_flat else value.nbytes
-    return total
+                found[parameter] += math.ceil(value.nbytes / shards) if is_flat else value.nbytes
+    return found  # type: ignore[return-value]
 
 
-def _prediction(config: RunConfig, device_type: str, rank: RankMemory, layout: Layout) -> MemoryPrediction:
+def _prediction(
+    config: RunConfig, device_type: str, rank: RankMemory, temporaries: int, layout: Layout
+) -> MemoryPrediction:
     """The peak of backward, or of the optimizer step."""
     workspace = CUBLAS_WORKSPACE_BYTES if device_type == "cuda" else 0
     always = {"outer parameters and momenta": rank.outer, "workspace": workspace}
@@ -239,7 +287,7 @@ def _prediction(config: RunConfig, device_type: str, rank: RankMemory, layout: L
     backward = on_device | {
         "activations": rank.activations, "gathered parameters": rank.gathered, "unreduced gradients": rank.reduced,
     }  # fmt: skip
-    step = on_device | {"temporaries": 0 if config.parallel.cpu_offload else rank.temporaries}
+    step = on_device | {"temporaries": 0 if config.parallel.cpu_offload else temporaries}
     phase, at_peak = max((("backward", backward), ("step", step)), key=lambda item: sum(item[1].values()))
     at_peak = at_peak | always
     return MemoryPrediction(
@@ -252,7 +300,7 @@ def _prediction(config: RunConfig, device_type: str, rank: RankMemory, layout: L
         gradients=rank.gradients,
         states=rank.states,
         activations=rank.activations,
-        temporaries=rank.temporaries,
+        temporaries=temporaries,
         peak=sum(at_peak.values()),
         phase=phase,
         at_peak={name: size for name, size in at_peak.items() if size},
@@ -261,7 +309,17 @@ def _prediction(config: RunConfig, device_type: str, rank: RankMemory, layout: L
     )
 
 
-# parallel.strategy = "auto"
+def resolve_strategy(config: RunConfig) -> RunConfig:
+    """Replace `parallel.strategy = "auto"` with the cheapest strategy that fits the devices, and say why."""
+    world_size = launched_processes()
+    if world_size == 1:
+        return replace(config, parallel=ParallelConfig())
+    ranks_per_node, device = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), choose_device(config.train.device)
+    memory = total_memory(device, ranks_per_node)
+    parallel, reason = choose_strategy(config, world_size, ranks_per_node, memory, device.type, peak_flops(device))
+    if os.environ.get("RANK") == "0":
+        logger.info("Strategy (auto): %s", reason)
+    return replace(config, parallel=parallel)
 
 
 def choose_strategy(
@@ -291,8 +349,8 @@ def choose_strategy(
             f"parallel.strategy = auto: no layout of {world_size} ranks fits {format_bytes(memory)} per device "
             f"({'; '.join(rejected[-3:])}): use more devices, a smaller train.micro_batch or train.recompute = full"
         )
-    seconds, reason, parallel = min(fits, key=lambda item: item[0])
-    del seconds
+    fastest = min(seconds for seconds, _, _ in fits)
+    _, reason, parallel = next(item for item in fits if item[0] <= SIMPLER * fastest)
     return parallel, "; ".join([reason, *rejected[:2]])
 
 
@@ -301,7 +359,7 @@ def _candidates(config: RunConfig, world_size: int, ranks_per_node: int) -> Iter
     base = replace(config.parallel, strategy="auto")
     if not any(getattr(base, name) is not None for name in ("dp_shard", "tp", "pp")):
         unset = {"reshard_after_forward": True, "cpu_offload": False, "param_dtype": None, "pipeline_schedule": "1f1b"}
-        yield replace(base, strategy="ddp", **unset)
+        yield replace(base, strategy="ddp", **unset)  # type: ignore[arg-type]
     for pp in (2**i for i in range(world_size.bit_length())):
         for tp in (2**i for i in range(ranks_per_node.bit_length())):
             wanted = (base.tp in (None, tp)) and (base.pp in (None, pp))

@@ -187,6 +187,10 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         `callbacks` and those that the configuration enables are added to the defaults. `sample_func` generates the text
         for `[sample]` instead of the inference engine.
         """
+        if config.parallel.strategy == "auto":
+            from whimbrel.train.memory_mesh import resolve_strategy
+
+            config = resolve_strategy(config)
         world = join_world(config.parallel, choose_device(config.train.device).type)
         parts = build.build_run(config, world, sample_func)
         trainer = cls(

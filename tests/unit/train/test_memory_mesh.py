@@ -1,0 +1,167 @@
+"""Memory predictions for a mesh, against models that are assembled on a fake one; the choice of a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.distributed import World, apply_tensor_parallel, join_world, shard_or_replicate
+from whimbrel.distributed.layout import Layout, ParallelConfig, resolve_layout
+from whimbrel.distributed.pipeline import split_layers, stage_indices
+from whimbrel.distributed.traffic import Network, Workload, step_seconds, traffic
+from whimbrel.models import GPT
+from whimbrel.models.gpt import GPTStage
+from whimbrel.train.config import RunConfig, build_run_config
+from whimbrel.train.memory import predict_memory, resolve
+from whimbrel.train.memory_mesh import choose_strategy, predict_mesh_memory, predict_pipeline_ranks
+
+RANKS = 64
+GIB = 2**30
+
+
+def make_config(preset: str, parallel: dict[str, Any], **model: Any) -> RunConfig:
+    train = {"steps": 1, "micro_batch": 1, "tokens_per_step": RANKS * 1024 * 4, "recompute": "full", "device": "cpu"}
+    table = {
+        "output_dir": "run", "data": {"path": "data", "sequence_length": 1024}, "train": train,
+        "model": {"preset": preset, **model}, "parallel": parallel,
+    }  # fmt: skip
+    return build_run_config(table)
+
+
+@pytest.fixture
+def fake_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rank `request.param` of 64, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+def assemble(config: RunConfig, world: World) -> list[Any]:
+    """The modules of this rank, on the meta device, wrapped as in training."""
+    parallel, layout = config.parallel, world.layout
+    with torch.device("meta"):
+        model = GPT(config.model.architecture)
+    modules: list[Any] = [model]
+    assert world.mesh is not None
+    if layout.pp > 1:
+        indices = stage_indices(parallel.pipeline_schedule, world.mesh.get_local_rank("pp"), layout.pp)
+        costs = [float(sum(p.numel() for p in block.parameters())) for block in model.blocks]
+        ranges = split_layers(costs, layout.pp * len(indices), last=float(model.lm_head.weight.numel()))
+        modules = [GPTStage(model, ranges[index]) for index in indices]
+    for module in modules:
+        if layout.tp > 1:
+            apply_tensor_parallel(module, world.mesh["tp"])
+        shard_or_replicate(module, world, parallel, torch.device("cpu"))
+    return modules
+
+
+def local_bytes(tensor: Any) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.numel() * local.itemsize)
+
+
+MESHES = [
+    (0, "llama2-7b", {"strategy": "fsdp"}),
+    (0, "llama2-7b", {"strategy": "hsdp", "dp_shard": 8}),
+    (0, "llama2-7b", {"strategy": "fsdp", "tp": 8}),
+    (0, "llama3.1-70b", {"strategy": "fsdp", "param_dtype": "bf16"}),
+    (0, "llama3.1-70b", {"strategy": "fsdp", "tp": 8, "pp": 4}),
+    (48, "llama3.1-70b", {"strategy": "fsdp", "tp": 8, "pp": 4}),  # the last stage
+]
+
+
+@pytest.mark.parametrize(("fake_ranks", "preset", "settings"), MESHES, ids=str, indirect=["fake_ranks"])
+def test_parameters_and_adamw_states_of_64_ranks_are_predicted_exactly(
+    fake_ranks: None, preset: str, settings: dict[str, Any]
+) -> None:
+    config = make_config(preset, settings)
+    world = join_world(config.parallel, "cpu")
+    assert world.mesh is not None
+    resolved = resolve(config, "cuda", world.layout.dp)
+    predicted = predict_pipeline_ranks(resolved, world.layout, "cuda")[world.mesh.get_local_rank("pp")]
+    # The first rank of every shard has the most rows.
+    parameters = {p: None for module in assemble(config, world) for p in module.parameters()}
+    assert predicted.weights == predicted.gradients == sum(map(local_bytes, parameters))
+    optimizer = torch.optim.AdamW(parameters, foreach=False)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert predicted.states == pytest.approx(sum(map(local_bytes, moments)), abs=8 * len(parameters))  # step counts
+
+
+def test_one_shard_needs_as_much_as_one_process() -> None:
+    config = make_config("smollm2-135m", {}, num_layers=6)
+    config = replace(config, train=replace(config.train, tokens_per_step=1024))
+    (mesh,), (single,) = predict_mesh_memory(config, Layout(), "cuda"), predict_memory(config, "cuda")
+    assert mesh.states == single.states
+    assert mesh.weights == pytest.approx(single.weights, rel=1e-4)  # allocations of a process are rounded up
+    assert mesh.gradients == pytest.approx(single.gradients, rel=1e-4)
+    assert mesh.peak == pytest.approx(single.peak, rel=0.02)
+
+
+def test_more_shards_need_less() -> None:
+    config = make_config("smollm2-135m", {"strategy": "fsdp"})
+    peaks = [predict_mesh_memory(config, Layout(dp_shard=n), "cuda")[0].peak for n in (2, 8, 64)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_pipeline_holds_the_micro_batches_in_flight() -> None:
+    activations = {}
+    for schedule in ("gpipe", "1f1b"):
+        config = make_config("smollm2-135m", {"pp": 4, "dp_shard": 4, "pipeline_schedule": schedule})
+        activations[schedule] = predict_mesh_memory(config, Layout(pp=4, dp_shard=4), "cuda")[0].activations
+    assert activations["gpipe"] > 3 * activations["1f1b"]  # 16 micro-batches, not 4
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(80, "ddp"), (1.5, "fsdp")], ids=["everything fits", "only shards fit"])
+def test_auto_chooses_the_simplest_strategy_that_fits(gib: float, expected: str) -> None:
+    config = make_config("smollm2-135m", {"strategy": "auto"})
+    parallel, reason = choose_strategy(config, 8, 8, int(gib * GIB), "cuda")
+    assert parallel.strategy == expected
+    assert reason.startswith(expected)
+    assert "\n" not in reason
+    assert ("ddp needs" in reason.partition(";")[2]) == (expected != "ddp")
+
+
+def test_auto_says_if_nothing_fits() -> None:
+    with pytest.raises(ConfigError, match=r"no layout of 2 ranks fits .* more devices"):
+        choose_strategy(make_config("smollm2-135m", {"strategy": "auto"}), 2, 2, GIB // 8, "cuda")
+
+
+def test_tensor_parallelism_that_does_not_divide_the_model_raises() -> None:
+    with pytest.raises(ConfigError, match="divides model.num_heads = 9"):
+        predict_mesh_memory(make_config("smollm2-135m", {"tp": 2}), Layout(tp=2), "cuda")
+
+
+WORK = Workload(parameters=1000, layers=4, width=10, tokens=100, micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "expected"),
+    [
+        ({"strategy": "ddp"}, 4, 2 * 3 / 4 * 4000),
+        ({"strategy": "fsdp"}, 4, 2 * 3 * 3 / 4 * 4000),  # two gathers and a reduction, for each of two micro-batches
+        ({"strategy": "fsdp", "reshard_after_forward": False}, 4, 2 * 2 * 3 / 4 * 4000),
+        ({"strategy": "hsdp", "dp_shard": 2}, 4, 2 * 3 * 1 / 2 * 4000 + 2 * 1 / 2 * 2000),
+        ({"strategy": "diloco", "sync_every": 50}, 4, 2 * 3 / 4 * 4000 / 50),
+        ({"tp": 2}, 2, 2 * 1 / 2 * (4 * 4) * (2 * 100 * 10 * 2)),  # four all-reduces per layer
+        ({"pp": 2}, 2, 2 * (2 * 100 * 10 * 2)),
+    ],
+)
+def test_traffic_of_a_ring(settings: dict[str, Any], ranks: int, expected: float) -> None:
+    config = ParallelConfig(**settings)
+    assert sum(traffic(WORK, resolve_layout(config, ranks, ranks), config).values()) == pytest.approx(expected)
+
+
+def test_a_step_that_crosses_machines_takes_longer() -> None:
+    config, network = ParallelConfig(strategy="fsdp"), Network(ranks_per_node=8, within_node=100, between_nodes=10)
+    near, far = (step_seconds(WORK, Layout(dp_shard=n), config, network) for n in (8, 16))
+    assert far > 9 * near
