@@ -5,16 +5,19 @@ The cells here are a sample; scripts/reshard runs all of them.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.distributed import resharding_jobs as jobs
+from tests.distributed import trainer_jobs
 from tests.distributed.pool import Pool
 
 from whimbrel.checkpoint import SavedTensor, latest_checkpoint
 from whimbrel.checkpoint.sharded import read_saved
+from whimbrel.train.config import CheckpointConfig, ResumeConfig
 
 TOLERANCE = 1e-5
 """fp32 sums in another order; a step of each optimizer amplifies them little."""
@@ -49,12 +52,12 @@ def test_run_continues_on_other_ranks(
             assert losses == pytest.approx(expected[jobs.BEFORE :], rel=TOLERANCE), (size, settings)
 
 
-@pytest.mark.parametrize("settings", [DDP, FSDP], ids=str)
-def test_same_layout_continues_bit_identically(pool: Pool, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """In bf16, where a wrong rounding anywhere would show."""
-    unbroken = pool.run(2, jobs.train, None, settings, "galore_warm_int8", "bfloat16")
-    pool.run(2, jobs.train, tmp_path, settings, "galore_warm_int8", "bfloat16")
-    resumed = pool.run(2, jobs.resume, tmp_path, settings, "galore_warm_int8", "bfloat16")
+@pytest.mark.parametrize(("size", "settings"), [(2, FSDP), (3, DDP)], ids=str)
+def test_same_layout_continues_bit_identically(pool: Pool, tmp_path: Path, size: int, settings: dict[str, Any]) -> None:
+    """In bf16, where a wrong rounding anywhere would show; three replicas also add gradients in the same order."""
+    unbroken = pool.run(size, jobs.train, None, settings, "galore_warm_int8", "bfloat16")
+    pool.run(size, jobs.train, tmp_path, settings, "galore_warm_int8", "bfloat16")
+    resumed = pool.run(size, jobs.resume, tmp_path, settings, "galore_warm_int8", "bfloat16")
     assert resumed[0][0] == unbroken[0][0][jobs.BEFORE :]
     assert {digest for _, digest in resumed} == {unbroken[0][1]}
 
@@ -77,3 +80,36 @@ def test_ranks_write_their_rows_once_and_read_them_alone(pool: Pool, tmp_path: P
     full = moment.full()
     assert torch.equal(moment.read((20, 1), (30, 2)), full[20:50, 1:3])
     assert torch.equal(torch.cat([moment.read((row, 0), (1, 4)) for row in range(68)]), full)
+
+
+PIPELINE, TP = {"strategy": "pipeline"}, {"tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "loaded"),
+    [
+        ("gpt2", (2, PIPELINE), [(1, {}), (2, FSDP), (4, {"pp": 2, "tp": 2})]),
+        ("llama", (4, {"pp": 2, "tp": 2}), [(2, TP), (2, PIPELINE | {"pipeline_schedule": "interleaved"}), (1, {})]),
+        ("llama", (2, FSDP), [(4, {"pp": 2, "tp": 2})]),
+    ],
+    ids=str,
+)
+def test_trainer_continues_with_other_stages(
+    pool: Pool, tmp_path: Path, kind: str, saved: tuple[int, dict[str, Any]], loaded: list[tuple[int, dict[str, Any]]]
+) -> None:
+    """Stages have different parameters; the tied embedding of GPT-2 is in the first and in the last."""
+
+    def train(name: str, size: int, settings: dict[str, Any], steps: int) -> list[float]:
+        replicas = 2 if settings == FSDP else 1
+        config = trainer_jobs.make_config(
+            tmp_path / name, settings, steps, {"accumulation": 4 // replicas}, checkpoint=CheckpointConfig(),
+            resume=ResumeConfig(latest=True),
+        )  # fmt: skip
+        return [entry["loss"] for entry in pool.run(size, trainer_jobs.run, config, kind)[0] if "loss" in entry]
+
+    expected = train("unbroken", 1, {}, 5)
+    train("saved", *saved, 3)
+    for index, (size, settings) in enumerate(loaded):
+        shutil.copytree(tmp_path / "saved", tmp_path / f"loaded-{index}")
+        losses = train(f"loaded-{index}", size, settings, 5)
+        assert losses[-2:] == pytest.approx(expected[-2:], rel=TOLERANCE), (size, settings)

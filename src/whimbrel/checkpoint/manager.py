@@ -51,8 +51,15 @@ from whimbrel.checkpoint.manifest import (
 from whimbrel.checkpoint.mirror import CheckpointMirror
 from whimbrel.checkpoint.serialization import pack, read_component
 from whimbrel.checkpoint.sharded import complete_state, read_saved
-from whimbrel.checkpoint.writer import ComponentSnapshot, HostBuffers, check_replication, write_checkpoint
+from whimbrel.checkpoint.writer import (
+    ComponentSnapshot,
+    HostBuffers,
+    check_replication,
+    gather_for_others,
+    write_checkpoint,
+)
 from whimbrel.distributed.layout import ParallelConfig
+from whimbrel.distributed.state import Gathered
 from whimbrel.distributed.world import World, join_world
 
 __all__ = ["CheckpointManager", "SavedCheckpoint", "rank_by_metric"]
@@ -178,7 +185,7 @@ class CheckpointManager:
     ) -> bool:
         """Copy the state and write it. Returns whether the writer thread will release the lock."""
         in_run = target == checkpoint_path(self.run, step)
-        packed: list[tuple[dict[str, Tensor], Any]] = []
+        packed: list[tuple[dict[str, Tensor | Gathered], Any]] = []
 
         def prepare() -> None:
             if not in_run:
@@ -207,11 +214,14 @@ class CheckpointManager:
             self._pruning = self._thread.submit(self._run_prune, step, release=True)
         return in_run
 
-    def _snapshot(self, component: StateComponent, tensors: dict[str, Tensor], tree: Any) -> ComponentSnapshot:
+    def _snapshot(
+        self, component: StateComponent, tensors: dict[str, Tensor | Gathered], tree: Any
+    ) -> ComponentSnapshot:
         location = locate(component, self._world, self._groups)
-        needed = location.is_writer or component.validate_replication
-        snapshot = self._buffers.copy(component.key, tensors, tree) if needed else None
-        return ComponentSnapshot(component, location, snapshot)
+        if not location.is_writer and not component.validate_replication:
+            gather_for_others(tensors)
+            return ComponentSnapshot(component, location, None)
+        return ComponentSnapshot(component, location, self._buffers.copy(component.key, tensors, tree))
 
     def _write(
         self,

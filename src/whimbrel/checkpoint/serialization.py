@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import parse_json
-from whimbrel.distributed.state import Reordered, is_sharded, local_part
+from whimbrel.distributed.state import Gathered, Reordered, is_sharded, local_part
 
 __all__ = ["pack", "read_component", "read_tensors", "sorted_by_alignment", "tensor_bytes", "unpack", "write_tensors"]
 
@@ -30,17 +30,20 @@ WRITE_CHUNK = 32 * 2**20
 """Bytes per write call."""
 
 
-def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
+def pack(state: Any) -> tuple[dict[str, Tensor | Gathered], Any]:
     """Separate the tensors of `state` from the rest: named tensors, and a JSON tree that refers to them by name.
 
     A tensor that occurs twice is stored once. Subclasses of dict become dicts, NumPy scalars become Python numbers;
     everything else is restored exactly by `unpack`. Raises CheckpointError for types that cannot be. Of a sharded
-    tensor, the tree has this rank's part (see checkpoint/sharded.py).
+    tensor, the tree has this rank's part (see checkpoint/sharded.py). A `Gathered` tensor is not gathered yet.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Gathered] = {}
     names: dict[tuple[Any, ...], str] = {}
 
-    def add(tensor: Tensor, path: str) -> dict[str, str]:
+    def add(tensor: Tensor | Gathered, path: str) -> dict[str, str]:
+        if isinstance(tensor, Gathered):
+            tensors[path] = tensor
+            return {"tensor": path}
         storable = tensor.layout is torch.strided and not tensor.is_meta and _dtype_name(tensor) in DTYPES
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or not storable:
             raise _unsupported(path, f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}")
@@ -64,11 +67,10 @@ def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
         if isinstance(node, Reordered) or is_sharded(node):
             return add_part(node, path)
         match node:
-            case Tensor():
+            case Tensor() | Gathered():
                 return add(node, path)
             case dict():
-                if bad := [key for key in node if type(key) not in (str, int)]:
-                    raise CheckpointError(f"expected state keys of type str or int, got {bad[0]!r} at '{path}'")
+                _check_keys(node, path)
                 return {"dict": [[key, walk(value, _join(path, key))] for key, value in node.items()]}
             case list() | tuple() if type(node) in (list, tuple):
                 return {type(node).__name__: [walk(value, _join(path, i)) for i, value in enumerate(node)]}
@@ -99,6 +101,11 @@ def unpack_with(tensor: Callable[[str, Any], Any], tree: Any) -> Any:
     if (found := tensor(kind, value)) is not None:
         return found
     raise CheckpointError(f"unknown node type '{kind}' in the state: it was written by a newer version")
+
+
+def _check_keys(node: Mapping[Any, Any], path: str) -> None:
+    if bad := [key for key in node if type(key) not in (str, int)]:
+        raise CheckpointError(f"expected state keys of type str or int, got {bad[0]!r} at '{path}'")
 
 
 def _pack_leaf(node: Any, path: str) -> Any:
@@ -166,7 +173,7 @@ def read_component(path: Path, stem: str) -> Any:
         raise CheckpointError(f"{path}: the component '{stem}' is malformed ({error})") from error
 
 
-def sorted_by_alignment(tensors: Mapping[str, Tensor]) -> list[str]:
+def sorted_by_alignment(tensors: Mapping[str, Tensor | Gathered]) -> list[str]:
     """Names in an order in which every tensor starts at a multiple of its item size, without gaps."""
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 

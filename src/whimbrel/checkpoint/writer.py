@@ -27,9 +27,10 @@ from whimbrel.checkpoint.component import DirectoryStateful, Location, SharingPa
 from whimbrel.checkpoint.manifest import MANIFEST_FILE, ComponentEntry, FileEntry, Manifest
 from whimbrel.checkpoint.serialization import sorted_by_alignment, tensor_bytes, unpack, write_tensors
 from whimbrel.checkpoint.sharded import merge_trees, own_tensors, rank_file
+from whimbrel.distributed.state import Gathered
 from whimbrel.distributed.world import World
 
-__all__ = ["ComponentSnapshot", "HostBuffers", "Snapshot", "check_replication", "write_checkpoint"]
+__all__ = ["ComponentSnapshot", "HostBuffers", "Snapshot", "check_replication", "gather_for_others", "write_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,26 @@ class HostBuffers:
         self._buffers: dict[str, Tensor] = {}
         self._copies: list[torch.cuda.Event] = []
 
-    def reserve(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+    def reserve(self, key: str, tensors: Mapping[str, Tensor | Gathered]) -> None:
         """Allocate the buffer for a state with tensors of these sizes."""
         self._buffer(key, tensors)
 
-    def copy(self, key: str, tensors: Mapping[str, Tensor], tree: Any) -> Snapshot:
-        """Copy a state (see `pack`). Its tensors may be modified as soon as this returns."""
-        buffer, offset, copies = self._buffer(key, tensors), 0, {}
+    def copy(self, key: str, tensors: Mapping[str, Tensor | Gathered], tree: Any) -> Snapshot:
+        """Copy a state (see `pack`). Its tensors may be modified as soon as this returns.
+
+        One at a time is gathered; ranks that do not need it call `gather_for_others`.
+        """
+        buffer, offset, copies, devices = self._buffer(key, tensors), 0, {}, set()
         for name in sorted_by_alignment(tensors):
             source = tensors[name]
             target = buffer[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
-            copies[name] = target.copy_(source, non_blocking=True)
+            tensor = source.gather() if isinstance(source, Gathered) else source
+            assert tensor is not None
+            copies[name] = target.copy_(tensor, non_blocking=True)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
             offset += source.nbytes
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        for device in devices:
             self._copies.append(torch.cuda.current_stream(device).record_event())
         return Snapshot(copies, tree)
 
@@ -82,7 +90,7 @@ class HostBuffers:
         """Free the buffers."""
         self._buffers.clear()
 
-    def _buffer(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _buffer(self, key: str, tensors: Mapping[str, Tensor | Gathered]) -> Tensor:
         size = sum(tensor.nbytes for tensor in tensors.values())
         pinned = any(tensor.is_cuda for tensor in tensors.values())
         buffer = self._buffers.get(key)
@@ -91,6 +99,14 @@ class HostBuffers:
             del buffer
             buffer = self._buffers[key] = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         return buffer
+
+
+def gather_for_others(tensors: Mapping[str, Tensor | Gathered]) -> None:
+    """Take part in gathering the tensors of a state that another rank copies."""
+    for name in sorted_by_alignment(tensors):
+        tensor = tensors[name]
+        if isinstance(tensor, Gathered):
+            tensor.gather()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -46,6 +47,27 @@ class Part(NamedTuple):
             Piece(start, stop, (int(indices[start]), *self.offset[1:]))
             for start, stop in itertools.pairwise([*starts, rows])
         ]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A tensor of which ranks have parts. All ranks call `gather`, in the same order for several tensors."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_cuda: bool
+    gather: Callable[[], Tensor | None]
+    """Returns the complete tensor on rank 0."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the complete tensor."""
+        return self.shape.numel() * self.itemsize
 
 
 class Reordered(NamedTuple):

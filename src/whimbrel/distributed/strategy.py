@@ -50,10 +50,30 @@ def shard_or_replicate(
         for name in module._non_persistent_buffers_set
     ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, tables)
-    return DistributedDataParallel(
+    replica = DistributedDataParallel(
         model, device_ids=[device] if device.type == "cuda" else None, process_group=world.dp_group, init_sync=False,
         gradient_as_bucket_view=True,
     )  # fmt: skip
+    if layout.dp_replicate > 2:
+        _fix_buckets(replica)
+    return replica
+
+
+def _fix_buckets(replica: Any) -> None:
+    """Run a backward pass without a model, whose gradients arrive in reverse order of the parameters.
+
+    After its first backward pass, DDP puts gradients in other buckets, in the order in which they arrived. The place in
+    a bucket determines in which order the gradients of three or more ranks are added, so the first step of a resumed
+    run would round differently than the same step of the unbroken run.
+    """
+    replica.reducer.prepare_for_backward([])
+    parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:
+        total = total + parameter.flatten()[:0].float().sum()
+    total.backward()
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None:
