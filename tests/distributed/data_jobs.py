@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.distributed.world import World, join_world
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train import BaseTrainer, Trainer, TrainingArguments
+from whimbrel.train.callbacks import EarlyStoppingCallback
 from whimbrel.train.config import build_run_config
 from whimbrel.train.evaluation import EvalPrediction
 from whimbrel.train.objectives import LossOutput, Objective
@@ -205,3 +208,57 @@ def first_numbers(parallel: dict[str, Any]) -> tuple[int, list[float], float]:
     world = join_world(ParallelConfig(**parallel), "cpu")
     seed_everything(rank_seed(3, world))
     return world.dp_rank, torch.rand(4).tolist(), float(next(make_model("gpt").parameters()).sum())
+
+
+def stop_early(arguments: dict[str, Any]) -> tuple[int, int | None, float | None, float, float]:
+    """Train until evaluations get worse, then load the best weights; returns steps, best step and metric, weights."""
+    trainer = make_trainer({}, **arguments)
+    trainer.add_callback(EarlyStoppingCallback(2))
+    trainer.train()
+    weights = sum(float(_full(value).double().sum()) for value in trainer.unwrapped_model().state_dict().values())
+    state = trainer.state
+    return state.global_step, state.best_global_step, state.best_metric, weights, trainer.evaluate()["eval_loss"]
+
+
+class Interrupting(list[Any]):
+    """Examples of which reading one sends SIGTERM to a rank, once."""
+
+    def __init__(self, examples: list[Any], rank: int) -> None:
+        super().__init__(examples)
+        self.armed = dist.get_rank() == rank
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.armed and index > 8:
+            self.armed = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__getitem__(index)
+
+
+def evaluate_and_stop(arguments: dict[str, Any], signaled: int) -> tuple[int, set[str], list[float], list[float]]:
+    """Train with evaluations; rank `signaled` gets a signal during the first one."""
+    trainer = make_trainer({}, **arguments)
+    trainer.eval_dataset = Interrupting(trainer.eval_dataset, signaled)
+    trainer.train()
+    losses, evaluated = ([e[name] for e in trainer.state.log_history if name in e] for name in ("loss", "eval_loss"))
+    return trainer.state.global_step, trainer.deferred, losses, evaluated
+
+
+def different_weights(folder: str) -> str:
+    trainer = make_trainer({}, per_device_train_batch_size=2, max_steps=1, output_dir=folder)
+    torch.manual_seed(dist.get_rank())
+    assert trainer.model is not None
+    nn.init.normal_(trainer.model.get_parameter("transformer.h.1.mlp.c_fc.weight"))
+    try:
+        trainer.train()
+    except WhimbrelError as error:
+        return str(error)
+    return "no error"
+
+
+def summarize(folder: str) -> tuple[int, int | None, int | None]:
+    """Samples and tokens of a step, and tokens of a micro-batch, as printed at the start."""
+    arguments = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = make_trainer({}, output_dir=folder, **arguments)
+    trainer.train()
+    summary = trainer._summary()
+    return summary.samples_per_step, summary.tokens_per_step, summary.tokens_per_micro_batch

@@ -13,6 +13,7 @@ from tests.distributed.pool import Pool
 from tests.support.runs import prepare_text
 from torch.utils.data import DataLoader
 
+from whimbrel.train import device
 from whimbrel.train.batches import DatasetBatches, collate, make_batches
 from whimbrel.train.config import LoaderConfig
 from whimbrel.train.objectives import Filler
@@ -143,7 +144,8 @@ def test_ranks_train_like_one_process_with_larger_batches(
     arguments = {"num_train_epochs": 2, "max_grad_norm": 0.5, "output_dir": str(tmp_path / "alone")}
     if settings.get("source") == "iterable":
         arguments["max_steps"] = 6  # two epochs
-    data_ranks = world_size // settings.get("parallel", {}).get("tp", 1)
+    parallel = settings.get("parallel", {})
+    data_ranks = world_size // parallel.get("tp", 1) // parallel.get("pp", 1)
     alone = jobs.fit(
         settings,
         {**arguments, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2 * data_ranks},
@@ -272,3 +274,44 @@ def test_token_runs_keep_their_tokens_per_step(pool: Pool, shards: Path, tmp_pat
     assert results[0][1] == pytest.approx(expected[1], rel=TOLERANCE)
     (_, _, _, error), *_ = pool.run(5, jobs.train_tokens, table("ranks", micro_batch=2), 8)
     assert error.startswith("train.tokens_per_step = 384 is not a multiple of train.micro_batch x sequence length x")
+
+
+def test_ranks_stop_early_together_and_load_the_best_weights(pool: Pool, tmp_path: Path) -> None:
+    """Evaluations get worse with a learning rate that is far too high."""
+    first, second = pool.run(2, jobs.stop_early, {
+        "per_device_train_batch_size": 2, "max_steps": 20, "output_dir": str(tmp_path), "learning_rate": 0.1,
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+    })  # fmt: skip
+    assert first == second
+    steps, best_step, best_metric, _, loss = first
+    assert best_step is not None
+    assert steps == best_step + 2 < 20
+    assert loss == best_metric
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_any_rank_interrupts_an_evaluation(pool: Pool, tmp_path: Path, rank: int) -> None:
+    """The resumed run repeats the evaluation; its curve is that of an uninterrupted run."""
+    arguments = {
+        "per_device_train_batch_size": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2,
+        "save_strategy": "steps", "save_steps": 4,
+    }  # fmt: skip
+    whole = pool.run(2, jobs.evaluate_and_stop, {**arguments, "output_dir": str(tmp_path / "whole")}, -1)
+    arguments["output_dir"] = str(tmp_path / "run")
+    assert [found[:2] for found in pool.run(2, jobs.evaluate_and_stop, arguments, rank)] == [(2, {"evaluate"})] * 2
+    resumed = pool.run(2, jobs.evaluate_and_stop, {**arguments, "resume_from_checkpoint": "latest"}, -1)
+    assert resumed == whole
+    assert [len(found[3]) for found in resumed] == [2, 2]
+
+
+def test_different_weights_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for error in pool.run(2, jobs.different_weights, str(tmp_path)):
+        assert "different values of transformer.h.1.mlp.c_fc.weight on rank 1 and rank 0" in error
+
+
+def test_throughput_is_that_of_all_ranks(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, length = 2 * 2 * 3, jobs.LENGTH
+    assert pool.run(2, jobs.summarize, str(tmp_path)) == [(samples, samples * length, 3 * length)] * 2
+    monkeypatch.setattr(device, "device_name", lambda _: "NVIDIA H100")
+    assert device.peak_flops(CPU, 8) == 8 * 989e12

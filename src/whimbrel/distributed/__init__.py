@@ -11,7 +11,14 @@ from whimbrel.distributed.failure import report_failure
 from whimbrel.distributed.layout import Layout, ParallelConfig
 from whimbrel.distributed.pipeline import PipelineModel
 from whimbrel.distributed.sharded_rows import check_replicas
-from whimbrel.distributed.strategy import clip_gradients_, gradient_norm, gradient_sync, shard_or_replicate, unwrap
+from whimbrel.distributed.strategy import (
+    check_same_weights,
+    clip_gradients_,
+    gradient_norm,
+    gradient_sync,
+    shard_or_replicate,
+    unwrap,
+)
 from whimbrel.distributed.tensor_parallel import apply_tensor_parallel
 from whimbrel.distributed.world import World, join_world
 
@@ -25,6 +32,7 @@ __all__ = [
     "apply_activation_checkpointing",
     "apply_tensor_parallel",
     "check_replicas",
+    "check_same_weights",
     "clip_gradients_",
     "find_blocks",
     "gradient_norm",

@@ -15,14 +15,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.activation_checkpoint import find_blocks
 from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.distributed.world import World
 
-__all__ = ["clip_gradients_", "gradient_norm", "gradient_sync", "shard_or_replicate", "unwrap"]
+__all__ = [
+    "check_same_weights",
+    "clip_gradients_",
+    "gradient_norm",
+    "gradient_sync",
+    "shard_or_replicate",
+    "unwrap",
+]
 
 WRAPPERS = ("DistributedDataParallel", "PipelineModel")
+COMPARED_VALUES = 64
+"""Values of each parameter that `check_same_weights` compares."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_same_weights(model: nn.Module, world: World) -> None:
+    """Raise ConfigError if ranks start from different weights; compares some values of each parameter."""
+    if world.size == 1:
+        return
+    samples: dict[str, list[float]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            values = getattr(parameter, "codes", parameter).detach().flatten()  # codes of quantized weights
+            samples[name] = values[:: max(1, len(values) // COMPARED_VALUES)].double().nan_to_num().tolist()
+    found = world.gather(samples)
+    for rank, other in enumerate(found):
+        for name in (name for name in found[0] | other if other.get(name) != found[0].get(name)):
+            raise ConfigError(
+                f"expected the same weights on all ranks, got different values of {name} on rank {rank} and rank 0: "
+                "set one seed before the model is created, or pass model_init"
+            )
 
 
 def shard_or_replicate(

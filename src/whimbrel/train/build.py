@@ -34,6 +34,7 @@ from whimbrel.distributed import (
     activation_memory_budget,
     apply_activation_checkpointing,
     apply_tensor_parallel,
+    check_same_weights,
     find_blocks,
     offload_activations,
     shard_or_replicate,
@@ -488,6 +489,7 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, wo
     All in place, except that DDP and pipelines wrap the model.
     """
     train, layout = config.train, world.layout
+    check_same_weights(model, world)
     if train.linear_recipe is not None:
         alignment = None if train.fp8_recipe is None else train.fp8_dim_alignment
         prepare(model, train.linear_recipe, device=device, precision=train.precision, fp8_dim_alignment=alignment)

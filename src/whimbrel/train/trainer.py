@@ -632,12 +632,11 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.control.should_save |= self.config.checkpoint.when_best and is_best
 
     def _check_interrupted(self) -> None:
-        """Raise EvaluationInterruptedError if the training loop is evaluating and the run must stop immediately.
-
-        Several ranks agree on a stop only between steps, so they finish the evaluation.
-        """
-        evaluating = self._session is not None and self._session.is_evaluating and self.world.size == 1
-        if evaluating and (self.is_draining or self.control.should_abort_without_save):
+        """Raise EvaluationInterruptedError if the training loop is evaluating and the run must stop immediately."""
+        if self._session is None or not self._session.is_evaluating:
+            return
+        self._agree(self._session)
+        if self.is_draining or self.control.should_abort_without_save:
             raise EvaluationInterruptedError
 
     def _update_best_metric(self, metrics: dict[str, float]) -> None:
