@@ -6,6 +6,8 @@ opens a process group in some of them.
 
 from __future__ import annotations
 
+import functools
+import gc
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 TIMEOUT = 120
 """Seconds until a collective operation fails, and until a job is given up."""
@@ -89,7 +92,21 @@ def _work(pipe: Connection) -> None:
                 dist.barrier()
             finally:
                 dist.destroy_process_group()
+                _free_groups()
         except Exception:
             pipe.send((traceback.format_exc(), None))
         else:
             pipe.send((None, result))
+
+
+def _free_groups() -> None:
+    """Free the process groups of the last job: each has three threads, which wake up 100 times a second.
+
+    DTensor's caches keep device meshes, and with them their groups.
+    """
+    gc.collect()
+    for item in gc.get_objects():
+        if type(item) is functools._lru_cache_wrapper and item.__module__.startswith("torch.distributed"):
+            item.cache_clear()
+    _clear_sharding_prop_cache()
+    gc.collect()
