@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.precision import prepare
+from whimbrel.precision import MixedPrecision, prepare
 
 RANKS, ROWS, STEPS = 2, 2, 6
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "int8-dynamic-act-int4-weight", "int4-weight-only")
@@ -70,3 +70,23 @@ def run_rank(folder: Path) -> None:
         dist.all_reduce(losses)
         results[recipe] = {"losses": losses / RANKS, **weights(gpt)}
     torch.save(results, folder / f"{rank}.pt")
+
+
+def scaled_steps() -> list[tuple[bool, float]]:
+    """Steps of an fp16 run under FSDP2: all gradients finite, then an infinite one in the shard of rank 1."""
+    net = nn.Linear(4, 4, bias=False)
+    fully_shard(net, mesh=init_device_mesh("cpu", (RANKS,)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    precision, found = MixedPrecision("fp16", torch.device("cpu")), []
+    for overflows in (False, True, False):
+        precision.scale(net(torch.ones(2, 4)).sum()).backward()
+        grad = net.weight.grad
+        assert isinstance(grad, DTensor)
+        if overflows and dist.get_rank() == 1:
+            grad.to_local().fill_(torch.inf)
+        precision.unscale(optimizer)
+        stepped = precision.step(optimizer)
+        assert precision.scaler is not None
+        found.append((stepped, precision.scaler.get_scale()))
+        optimizer.zero_grad()
+    return found

@@ -31,3 +31,8 @@ def test_sharded_training_matches_a_single_process(results: list[dict[str, Any]]
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(first["losses"], one["losses"])
     assert all(torch.equal(first[name], one[name]) for name in one)
+
+
+def test_all_ranks_skip_a_step_that_overflows_on_one(pool: Pool) -> None:
+    first, second = pool.run(job.RANKS, job.scaled_steps)
+    assert first == second == [(True, 65536.0), (False, 32768.0), (True, 32768.0)]

@@ -36,6 +36,16 @@ CASES = [
     *((name, changes, strategy) for name, changes in OPTIMIZERS.items() for strategy in ("ddp", "fsdp")),
     *((name, changes, "ddp") for name, changes in DDP_ONLY.items()),
 ]
+SAME_BATCHES = {"train.micro_batch": 4, "train.tokens_per_step": 256, "train.clip": None}
+"""One micro-batch per rank, which is one of two in a single process: gradients are the same sums, bit for bit."""
+LOW_PRECISION: dict[str, dict[str, Any]] = {
+    "bf16": {"train.precision": "bf16"},
+    "fp16": {"train.precision": "fp16"},
+    "fp8": {"train.fp8_recipe": "tensorwise"},
+    "qat": {"train.qat_recipe": "int8-dynamic-act-int4-weight"},
+    "bf16 weights": {"train.default_dtype": "bfloat16", "optim.name": "adamw8bit"},
+    "int8 weights": {"train.weight_dtype": "int8", "optim.name": "adamw8bit"},
+}
 NewRun = Callable[[], Path]
 
 
@@ -80,6 +90,40 @@ def test_optimizer_trains_like_one_process(
     estimated = "train.optimizer_in_backward" in changes and strategy == "ddp"
     assert first.norms == pytest.approx(expected.norms, rel=1e-2 if estimated else 1e-4)
     assert all(torch.equal(first.weights[key], second.weights[key]) for key in first.weights)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_low_precision_trains_like_one_process(
+    pool: Pool, new_run: NewRun, alone: Callable[..., jobs.Run], name: str, strategy: str
+) -> None:
+    """Bit for bit, except where a rank rounds something that a single process does not have.
+
+    fp16 rounds gradients of a loss that is divided by the targets per rank; shards of weights that are rounded
+    stochastically have their own random numbers.
+    """
+    if name in ("fp8", "qat"):
+        pytest.importorskip("torchao")
+    changes = LOW_PRECISION[name] | SAME_BATCHES | {"train.steps": 6}
+    expected = alone(changes)
+    first, second = pool.run(RANKS, jobs.train, new_run(), RANKS, {**changes, "parallel.strategy": strategy})
+    stochastic = strategy == "fsdp" and name in ("bf16 weights", "int8 weights")
+    tolerance = 1e-3 if stochastic else 1e-4 if name == "fp16" else 0.0
+    assert first.losses == pytest.approx(expected.losses, rel=0, abs=tolerance)
+    assert all(torch.equal(first.weights[key], second.weights[key]) for key in first.weights)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("format_name", [None, "int4"])
+def test_adapters_train_like_one_process(pool: Pool, tmp_path: Path, format_name: str | None, strategy: str) -> None:
+    """LoRA on a dense and on a quantized model."""
+    pytest.importorskip("peft")
+    expected = jobs.train_adapter(tmp_path / "one", 1, None, format_name)
+    first, second = pool.run(RANKS, jobs.train_adapter, tmp_path / "two", RANKS, strategy, format_name)
+    assert min(expected.norms) > 0.2  # every step is clipped
+    assert first.losses == pytest.approx(expected.losses, abs=1e-5)
+    assert all(torch.equal(first.weights[key], second.weights[key]) for key in first.weights)
+    assert first.state_bytes < (0.51 if strategy == "fsdp" else 1.01) * expected.state_bytes
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "galore_warm"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from whimbrel.base.errors import WhimbrelError
+from whimbrel.distributed import ParallelConfig
 from whimbrel.distributed.state import full_tensor, is_sharded
-from whimbrel.train import Trainer
+from whimbrel.precision import quantize_
+from whimbrel.train import Trainer, TrainingArguments
+from whimbrel.train.arguments import to_config
 from whimbrel.train.config import build_run_config
 
 MODEL = {"context_length": 32, "vocab_size": 300, "num_layers": 2, "embd_size": 64, "num_heads": 2}
@@ -50,12 +55,17 @@ def config_table(folder: Path, ranks: int, changes: dict[str, Any]) -> dict[str,
 def train(folder: Path, ranks: int, changes: dict[str, Any]) -> Run:
     trainer = Trainer.from_config(build_run_config(config_table(folder, ranks, changes)))
     trainer.train()
+    return finished_run(trainer)
+
+
+def finished_run(trainer: Trainer) -> Run:
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert trainer.optimizer is not None
     state = [tensor for values in trainer.optimizer.state.values() for tensor in values.values()]
     weights = {
         name: full_tensor(parameter.detach()).clone()
         for name, parameter in trainer.unwrapped_model().named_parameters()
+        if parameter.requires_grad
     }
     return Run(
         [entry["loss"] for entry in logs],
@@ -72,3 +82,28 @@ def error_of_run(folder: Path, ranks: int, changes: dict[str, Any]) -> str:
     except WhimbrelError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def train_adapter(folder: Path, ranks: int, strategy: str | None, format_name: str | None) -> Run:
+    """LoRA on a frozen Llama, whose linears are quantized to `format_name` (QLoRA)."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    if format_name is not None:
+        quantize_(model, format_name)
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
+    ids = torch.randint(0, 64, (64, 9), generator=torch.Generator().manual_seed(3))
+    args = TrainingArguments(
+        output_dir=str(folder / "adapter"), max_steps=6, per_device_train_batch_size=8 // ranks, learning_rate=1e-2,
+        use_cpu=True, logging_steps=1, save_strategy="no", lr_scheduler_type="constant", max_grad_norm=0.2,
+        disable_tqdm=True,
+    )  # fmt: skip
+    config = replace(to_config(args), parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(config, peft.get_peft_model(model, lora), train_dataset=rows)
+    trainer.train()
+    return finished_run(trainer)
