@@ -30,17 +30,20 @@ T = TypeVar("T")
 
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Set by torchrun for every process."""
-BACKGROUND_TIMEOUT = timedelta(hours=1)
-"""For communication of background threads: a rank may have to wait until another has written a large file."""
 
 
 class World:
     """This process and its peers. A single process is rank 0 of 1 and communicates with nobody."""
 
     def __init__(
-        self, layout: Layout | None = None, mesh: DeviceMesh | None = None, *, independent: bool = False
+        self,
+        layout: Layout | None = None,
+        mesh: DeviceMesh | None = None,
+        *,
+        independent: bool = False,
+        timeout: float = ParallelConfig().timeout,
     ) -> None:
-        self.layout, self.mesh = layout or Layout(), mesh
+        self.layout, self.mesh, self.timeout = layout or Layout(), mesh, timeout
         self.independent = independent
         """Whether data ranks train on their own gradients (DiLoCo) instead of those of the global batch."""
         self.rank: int = 0 if mesh is None else dist.get_rank()
@@ -94,7 +97,7 @@ class World:
         """These processes with a gloo group of their own, for a thread that communicates while training does."""
         world = copy.copy(self)
         if self.size > 1:
-            world._group = dist.new_group(backend="gloo", timeout=BACKGROUND_TIMEOUT)
+            world._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         return world
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
@@ -211,7 +214,7 @@ def join_world(config: ParallelConfig, device_type: str) -> World:
         _init_process_group(config, device_type, size)
         atexit.register(leave)
     mesh = init_device_mesh(device_type, tuple(getattr(layout, name) for name in SIZES), mesh_dim_names=SIZES)
-    world = World(layout, mesh, independent=config.strategy == "diloco")
+    world = World(layout, mesh, independent=config.strategy == "diloco", timeout=config.timeout)
     if world.is_main:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         logger.info(
