@@ -16,6 +16,7 @@ from whimbrel.train.config import (
     LogConfig,
     TrainConfig,
     TrainerConfig,
+    ValidationConfig,
 )
 from whimbrel.train.trainer import BaseTrainer
 
@@ -91,3 +92,14 @@ def run(config: TrainerConfig, kind: str) -> Curve:
         {"step": entry["step"]} | {name: entry[name] for name in names if name in entry}
         for entry in trainer.state.log_history
     ]
+
+
+def run_in_parts(
+    folder: Path, settings: dict[str, Any], kind: str, steps: int, until: int | None = None, train: Any = None
+) -> Curve:
+    """Train up to `steps`, or stop after `until` and save; an existing run in `folder` is resumed."""
+    checkpoint = CheckpointConfig(every=until, at_end=False) if until else CheckpointConfig(at_end=False)
+    config = make_config(
+        folder, settings, until or steps, train or {}, checkpoint=checkpoint, validation=ValidationConfig(at_end=False)
+    )
+    return run(config, kind)

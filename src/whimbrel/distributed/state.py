@@ -16,7 +16,18 @@ from whimbrel.distributed.tensor_parallel import row_order
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Part", "copy_full_", "full_state", "full_tensor", "is_sharded", "local_part", "shard_like"]
+__all__ = [
+    "Part",
+    "copy_full_",
+    "first_names",
+    "full_state",
+    "full_tensor",
+    "has_parts",
+    "is_sharded",
+    "load_full_",
+    "local_part",
+    "shard_like",
+]
 
 
 class Piece(NamedTuple):
@@ -133,19 +144,27 @@ def shard_like(parameter: Any, full: Tensor) -> Tensor:
     return sharded
 
 
+def has_parts(model: nn.Module) -> bool:
+    """Whether other ranks have parts of the model: shards, or pipeline stages."""
+    return any(is_sharded(parameter) or parameter.is_meta for parameter in model.parameters())
+
+
 def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather parameters one by one to the host memory of rank 0; other ranks get nothing.
+    """Gather tensors one by one to the host memory of rank 0, shared ones once; other ranks get nothing.
 
     Those of other pipeline stages are meta tensors in `state`. A state without parts is returned unchanged.
     """
     if not any(is_sharded(tensor) or tensor.is_meta for tensor in state.values()):
         return dict(state)
-    orders, rank = row_orders(model), dist.get_rank()
+    orders, rank, names, gathered = row_orders(model), dist.get_rank(), first_names(model), dict[str, Tensor]()
     owned: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(owned, [name for name, tensor in state.items() if not tensor.is_meta])
     sources = {name: source for source in reversed(range(len(owned))) for name in owned[source]}
-    gathered = {}
     for name, tensor in state.items():
+        if (first := names.get(name, name)) != name and first in state:
+            if rank == 0:
+                gathered[name] = gathered[first]
+            continue
         full = None if tensor.is_meta else full_tensor(tensor, orders.get(name))
         source = sources[name]
         if source != 0 and rank == source:
@@ -166,6 +185,12 @@ def load_full_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, full in state.items():
             copy_full_(current[name], full, orders.get(name))
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter, by all its names: a tied parameter has several."""
+    first: dict[nn.Parameter, str] = {}
+    return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def row_orders(model: nn.Module) -> dict[str, Tensor]:

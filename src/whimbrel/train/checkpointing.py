@@ -40,7 +40,7 @@ from whimbrel.checkpoint import (
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
 from whimbrel.distributed import DiLoCo, World, unwrap
-from whimbrel.distributed.state import full_state
+from whimbrel.distributed.state import first_names, full_state, has_parts, load_full_
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT
 from whimbrel.precision import MixedPrecision, QuantizedWeight
@@ -125,9 +125,10 @@ class CheckpointMixin(ABC):
         del _internal_call
         target = self.config.output_dir if output_dir is None else Path(output_dir)
         with self._outer_parameters():
-            export_model(
-                self.unwrapped_model(), self.processing_class, target, overwrite=self.config.overwrite_output_dir
-            )
+            component = model_state(self.unwrapped_model(), self.processing_class)
+            state = component.state_dict()  # all ranks have parts of it, and rank 0 writes it
+        if self.world.is_main:
+            export_model(component, state, target, overwrite=self.config.overwrite_output_dir)
 
     def save_checkpoint(self, checkpoint_path: str | Path | None = None, *, temporary: bool = False) -> Path:
         """Save the complete state. With async_save, files are written in the background; `on_save` follows.
@@ -347,21 +348,20 @@ def check_savable(model: nn.Module) -> None:
             )
 
 
-def export_model(model: nn.Module, processing_class: Any, target: Path, *, overwrite: bool) -> None:
+def export_model(component: DirectoryStateful, state: Any, target: Path, *, overwrite: bool) -> None:
     """Write a model directory to `target`; existing files are replaced only with `overwrite`.
 
     A new directory appears atomically.
     """
-    state = model_state(model, processing_class)
     if not target.exists():
         with atomic_directory(target) as folder:
-            state.save_directory(state.state_dict(), folder)
+            component.save_directory(state, folder)
         return
     staged = target / ".model"
     shutil.rmtree(staged, ignore_errors=True)
     try:
         with atomic_directory(staged) as folder:
-            state.save_directory(state.state_dict(), folder)
+            component.save_directory(state, folder)
         existing = [path.name for path in staged.iterdir() if (target / path.name).exists()]
         if existing and not overwrite:
             raise ConfigError(
@@ -411,11 +411,17 @@ class ModuleState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers."""
-        return dict(self._model.state_dict())
+        return full_state(self._model, self._model.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore parameters and buffers."""
-        self._model.load_state_dict(state)
+        self._load(state, strict=True)
+
+    def _load(self, state: Mapping[str, Tensor], *, strict: bool = False) -> None:
+        if has_parts(self._model):
+            load_full_(self._model, state)
+        else:
+            self._model.load_state_dict(state, strict=strict)
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write one file; shared tensors are written once."""
@@ -426,12 +432,16 @@ class ModuleState:
     def load_directory(self, folder: Path) -> None:
         """Load the file; raises CheckpointError if names or shapes differ."""
         stored = load_file(folder / self.FILE)
-        if mismatched := sorted(set(stored) ^ set(self._without_duplicates(self.state_dict()))):
+        if mismatched := sorted(set(stored) ^ set(self._without_duplicates(self._saved()))):
             raise CheckpointError(f"{folder} does not match this model: '{mismatched[0]}' is missing from one of them")
         try:
-            self._model.load_state_dict(stored, strict=False)
+            self._load(stored)
         except RuntimeError as error:
             raise CheckpointError(f"{folder} does not match this model: {' '.join(str(error).split())}") from error
+
+    def _saved(self) -> dict[str, Tensor]:
+        """The tensors that are saved, of which other ranks may have parts."""
+        return dict(self._model.state_dict())
 
     def _without_duplicates(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`state` with each shared tensor once, under its first name."""
@@ -459,13 +469,13 @@ class PretrainedState(ModuleState):
             stored |= load_file(path)
         current = self._model.state_dict()
         self._check_model_type_and_shapes(folder, stored, current)
-        storages = {name: tensor.data_ptr() for name, tensor in current.items()}
-        loaded_storages = {storages[name] for name in stored if name in storages}
-        if set(stored) <= set(current) and set(storages.values()) == loaded_storages:
-            self._model.load_state_dict(stored, strict=False)
+        names = first_names(self._model)
+        loaded_names = {names.get(name, name) for name in stored if name in current}
+        if set(stored) <= set(current) and {names.get(name, name) for name in current} == loaded_names:
+            self._load(stored)
             return
         loaded = type(self._model).from_pretrained(str(folder), dtype="auto")  # type: ignore[attr-defined]
-        self._model.load_state_dict(loaded.state_dict())
+        self.load_state_dict(loaded.state_dict())
 
     def _check_model_type_and_shapes(
         self, folder: Path, stored: Mapping[str, Tensor], current: Mapping[str, Tensor]
@@ -507,13 +517,16 @@ class AdapterState(ModuleState):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Trainable parameters and buffers."""
+        return full_state(self._model, self._saved())
+
+    def _saved(self) -> dict[str, Tensor]:
         buffers = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
         trained = {name for name, p in self._model.named_parameters(remove_duplicate=False) if p.requires_grad}
         return {name: tensor for name, tensor in self._model.state_dict().items() if name in trained | buffers}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the trained weights and buffers."""
-        self._model.load_state_dict(state, strict=False)
+        self._load(state)
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapter files, all trained weights, and the fingerprint of the base model."""
