@@ -1,4 +1,4 @@
-"""Every layout trains like one process: equal losses and gradient norms."""
+"""The options of FSDP have the effect that their names promise."""
 
 from __future__ import annotations
 
@@ -9,37 +9,41 @@ import torch
 from tests.distributed import strategy_jobs as jobs
 from tests.distributed.pool import Pool
 
-TOLERANCE = 1e-5
-"""fp32 sums in another order; 6 steps of AdamW amplify them little."""
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (2, {}),
-    (2, {"strategy": "fsdp"}),
-    (2, {"strategy": "fsdp", "reshard_after_forward": False}),
-    (4, {"strategy": "hsdp", "dp_shard": 2}),
-    (2, {"tp": 2}),
-    (4, {"tp": 2}),
-    (4, {"tp": 2, "strategy": "fsdp"}),
-    *((2, {"strategy": "pipeline", "pipeline_schedule": name}) for name in ("gpipe", "1f1b", "interleaved")),
-    (2, {"strategy": "pipeline", "pipeline_schedule": "zero-bubble"}),
-    (4, {"pp": 2}),
-    (4, {"pp": 2, "strategy": "fsdp"}),
-    (4, {"pp": 2, "tp": 2}),
-]
+
+def observe(pool: Pool, world_size: int = 2, **settings: Any) -> dict[str, Any]:
+    first, *others = pool.run(world_size, jobs.observe_fsdp, settings)
+    assert all(other == first for other in others)
+    return dict(first)
 
 
-@pytest.fixture(scope="module", params=list(jobs.MODELS))
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def test_fsdp_frees_blocks_after_their_forward_pass(pool: Pool) -> None:
+    assert not observe(pool)["gathered_after_forward"]
+    assert observe(pool, reshard_after_forward=False)["gathered_after_forward"]
 
 
-@pytest.fixture(scope="module")
-def expected(kind: str) -> jobs.Curve:
-    return jobs.train_alone(kind)
+def test_param_dtype_is_the_dtype_of_the_computation_but_not_of_weights_and_gradients(pool: Pool) -> None:
+    assert observe(pool)["compute_dtype"] == "torch.float32"
+    lower = observe(pool, param_dtype="bf16")
+    assert lower["compute_dtype"] == "torch.bfloat16"
+    assert lower["dtypes"] == ["torch.float32", "torch.float32"]
 
 
-@pytest.mark.parametrize(("world_size", "settings"), LAYOUTS, ids=str)
-def test_a_layout_trains_like_one_process(
-    pool: Pool, kind: str, expected: jobs.Curve, world_size: int, settings: dict[str, Any]
-) -> None:
-    for curve in pool.run(world_size, jobs.train, settings, kind):
-        torch.testing.assert_close(torch.tensor(curve), torch.tensor(expected), rtol=TOLERANCE, atol=TOLERANCE)
+def test_hsdp_replicates_shards(pool: Pool) -> None:
+    assert observe(pool)["placements"] == ["Shard"]
+    assert observe(pool, 4, strategy="hsdp", dp_shard=2)["placements"] == ["Replicate", "Shard"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cpu_offload_keeps_parameters_and_gradients_in_host_memory(pool: Pool) -> None:
+    assert observe(pool, 1, cpu_offload=True)["devices"] == ["cpu", "cpu"]
+    assert observe(pool, 1)["devices"] == ["cuda", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [({"strategy": "ddp"}, 1), ({"strategy": "fsdp"}, 2), ({"strategy": "hsdp", "dp_shard": 1}, 1)],
+)
+def test_a_rank_holds_its_share_of_the_parameters(pool: Pool, settings: dict[str, Any], share: int) -> None:
+    held = pool.run(2, jobs.parameter_bytes, settings)
+    complete = held[0][1]
+    assert sum(own for own, _ in held) == 2 * complete // share

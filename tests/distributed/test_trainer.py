@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +20,120 @@ STEPS = 8
 TOLERANCE = 1e-5
 """fp32 sums in another order; a few steps of AdamW amplify them little."""
 EVALUATE = {"validation": ValidationConfig(every=4)}
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"tp": 2}),
-    *((2, {"pp": 2, "pipeline_schedule": schedule}) for schedule in SCHEDULES),
-    (4, {"pp": 2, "tp": 2}),
+Layout = tuple[int, dict[str, Any]]
+DDP: Layout = (2, {})
+FSDP: Layout = (2, {"strategy": "fsdp"})
+TP: Layout = (2, {"tp": 2})
+PP: Layout = (2, {"pp": 2})
+ZERO_BUBBLE: Layout = (2, {"pp": 2, "pipeline_schedule": "zero-bubble"})
+LAYOUTS: list[tuple[str, Layout]] = [
+    ("gpt2", DDP),
+    ("gpt2", FSDP),
+    ("llama", (4, {"strategy": "hsdp", "dp_shard": 2})),
+    ("gpt2", TP),
+    ("llama", TP),
+    ("gpt2", PP),
+    ("llama", (2, {"pp": 2, "pipeline_schedule": "gpipe"})),
+    ("gpt2", (2, {"pp": 2, "pipeline_schedule": "interleaved"})),
+    ("llama", ZERO_BUBBLE),
+    ("gpt2", (3, {"pp": 3})),
+    ("llama", (4, {"tp": 2, "dp_replicate": 2})),
+    ("gpt2", (4, {"tp": 2, "dp_shard": 2})),
+    ("gpt2", (4, {"pp": 2, "dp_replicate": 2, "pipeline_schedule": "zero-bubble"})),
+    ("gpt2", (4, {"pp": 2, "dp_shard": 2, "pipeline_schedule": "interleaved"})),
+    ("llama", (4, {"pp": 2, "tp": 2})),
+    ("hf-gpt2", PP),
+    ("hf-llama", ZERO_BUBBLE),
+    ("hf-llama", TP),
+    ("hf-gpt2", FSDP),
 ]
 
 
+class References:
+    """The curves of one process, each computed once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._curves = folder, dict[str, jobs.Curve]()
+
+    def __call__(self, kind: str, **train: Any) -> jobs.Curve:
+        key = f"{kind} {train}"
+        if key not in self._curves:
+            folder = self._folder / str(len(self._curves))
+            self._curves[key] = jobs.run(jobs.make_config(folder, {}, STEPS, train, **EVALUATE), kind)
+        return self._curves[key]
+
+
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, jobs.Curve]:
-    """The curve of one process for each kind of model."""
-    folder = tmp_path_factory.mktemp("references")
-    kinds = [*jobs.MODELS, "hf-gpt2", "hf-llama"]
-    return {kind: jobs.run(jobs.make_config(folder / kind, {}, STEPS, {}, **EVALUATE), kind) for kind in kinds}
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("references"))
 
 
 def assert_equal_curves(curve: jobs.Curve, expected: jobs.Curve, tolerance: float = TOLERANCE) -> None:
     assert [list(entry) for entry in curve] == [list(entry) for entry in expected]
-    values, known = ([list(entry.values()) for entry in entries] for entries in (curve, expected))
-    for entry, other in zip(values, known, strict=True):
-        torch.testing.assert_close(torch.tensor(entry), torch.tensor(other), rtol=tolerance, atol=tolerance)
+    for entry, other in zip(curve, expected, strict=True):
+        values, known = (torch.tensor(list(values.values())) for values in (entry, other))
+        torch.testing.assert_close(values, known, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", list(jobs.MODELS))
-@pytest.mark.parametrize(("world_size", "settings"), LAYOUTS, ids=str)
+def run(pool: Pool, folder: Path, layout: Layout, kind: str, **train: Any) -> list[jobs.Curve]:
+    """Train on the ranks of a layout, with the global batch of one process; returns the curve of every rank."""
+    world_size, settings = layout
+    train = jobs.per_rank(world_size, settings) | train
+    return pool.run(world_size, jobs.run, jobs.make_config(folder, settings, STEPS, train, **EVALUATE), kind)
+
+
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS, ids=str)
 def test_a_layout_has_the_curve_of_one_process(
-    pool: Pool, references: dict[str, jobs.Curve], tmp_path: Path, kind: str, world_size: int, settings: dict[str, Any]
+    pool: Pool, reference: References, tmp_path: Path, kind: str, layout: Layout
 ) -> None:
-    config = jobs.make_config(tmp_path, settings, STEPS, {}, **EVALUATE)
-    for curve in pool.run(world_size, jobs.run, config, kind):
-        assert_equal_curves(curve, references[kind])
+    for curve in run(pool, tmp_path, layout, kind):
+        assert_equal_curves(curve, reference(kind))
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("hf-gpt2", {"pp": 2}), ("hf-llama", {"pp": 2, "pipeline_schedule": "zero-bubble"}), ("hf-llama", {"tp": 2})],
-    ids=str,
-)
-def test_models_of_transformers_have_the_curve_of_one_process(
-    pool: Pool, references: dict[str, jobs.Curve], tmp_path: Path, kind: str, settings: dict[str, Any]
+@pytest.mark.parametrize("layout", [DDP, FSDP, TP, PP], ids=str)
+@pytest.mark.parametrize("option", [{"recompute": "full"}, {"recompute": "selective"}, {"activation_offloading": True}])
+def test_recomputed_and_offloaded_activations_do_not_change_the_curve(
+    pool: Pool, reference: References, tmp_path: Path, layout: Layout, option: dict[str, Any]
 ) -> None:
-    config = jobs.make_config(tmp_path, settings, STEPS, {}, **EVALUATE)
-    for curve in pool.run(2, jobs.run, config, kind):
-        assert_equal_curves(curve, references[kind])
+    assert_equal_curves(run(pool, tmp_path, layout, "llama", **option)[0], reference("llama"))
+
+
+@pytest.mark.parametrize("layout", [DDP, FSDP, PP], ids=str)
+def test_compiled_blocks_have_the_curve_of_one_process(
+    pool: Pool, reference: References, tmp_path: Path, layout: Layout
+) -> None:
+    curve = run(pool, tmp_path, layout, "gpt2", compile=True, compile_scope="block", compile_backend="aot_eager")[0]
+    assert_equal_curves(curve, reference("gpt2"))
+
+
+def test_a_pipeline_computes_in_bf16(pool: Pool, reference: References, tmp_path: Path) -> None:
+    """As autocast of one process does, up to the rounding of hidden states."""
+    curve = run(pool, tmp_path, PP, "gpt2", precision="bf16")[0]
+    assert_equal_curves(curve, reference("gpt2", precision="bf16"), tolerance=2**-8)
+    with pytest.raises(AssertionError):
+        assert_equal_curves(curve, reference("gpt2"))
+
+
+@pytest.mark.parametrize("saved", [TP, PP], ids=str)
+def test_a_checkpoint_of_a_split_model_resumes_under_other_layouts(pool: Pool, tmp_path: Path, saved: Layout) -> None:
+    def resume(folder: Path, layout: Layout, until: int | None = None) -> jobs.Curve:
+        world_size, settings = layout
+        train = jobs.per_rank(world_size, settings)
+        arguments = (folder, settings, "llama", STEPS, until, train)
+        if world_size == 1:
+            return jobs.run_in_parts(*arguments)
+        return list(pool.run(world_size, jobs.run_in_parts, *arguments)[0])
+
+    alone: Layout = (1, {})
+    expected = resume(tmp_path / "alone", alone)
+    unbroken = resume(tmp_path / "unbroken", saved)
+    resume(tmp_path / "saved", saved, until=5)
+    for number, layout in enumerate([alone, DDP, TP, ZERO_BUBBLE, saved]):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "saved", folder)
+        curve = resume(folder, layout)
+        assert_equal_curves(curve, expected)
+    assert curve == unbroken
 
 
 @pytest.mark.parametrize(
@@ -77,3 +148,30 @@ def test_too_few_micro_batches_for_a_schedule_are_rejected(schedule: Any, micro_
     with pytest.raises(ConfigError, match=message):
         check_micro_batches(schedule, 4, micro_batches)
     check_micro_batches("gpipe", 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "train", "options", "message"),
+    [
+        (PP, {"precision": "fp16"}, {}, "fp16 does not work with a pipeline .*: use bf16"),
+        (PP, {"accumulation": 1}, {}, "needs at least 2 micro-batches a step, got 1: set train.accumulation"),
+        (PP, {}, {"compute_loss_func": print}, "compute_loss_func does not work with a pipeline"),
+        (PP, {}, {"compute_metrics": print}, "compute_metrics does not work with a pipeline"),
+        (FSDP, {}, {"ema": True}, "ema.decay .EmaCallback. does not work with a model that is spread over ranks"),
+        (TP, {}, {"sample": True}, "sample.every .SampleCallback. does not work with a model that is spread over"),
+        (
+            (2, {"pp": 2, "strategy": "fsdp", "dp_shard": 1, "pipeline_schedule": "zero-bubble"}),
+            {}, {}, "zero-bubble does not work with fsdp",
+        ),
+    ],
+    ids=lambda value: str(value)[:50],
+)  # fmt: skip
+def test_what_a_layout_does_not_support_is_rejected_at_the_start(
+    pool: Pool, tmp_path: Path, layout: Layout, train: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    world_size, settings = layout
+    config = jobs.make_config(tmp_path, settings, STEPS, train)
+    for error in pool.run(world_size, jobs.rejection, config, options):
+        assert error.count("\n") == 0
+        with pytest.raises(ConfigError, match=message):
+            raise ConfigError(error)

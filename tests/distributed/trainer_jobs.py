@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from whimbrel.base.errors import ConfigError
 from whimbrel.distributed import ParallelConfig
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.optim import OptimConfig
+from whimbrel.train.callbacks import EmaCallback, SampleCallback
 from whimbrel.train.config import (
     CheckpointConfig,
     LogConfig,
@@ -103,3 +105,21 @@ def run_in_parts(
         folder, settings, until or steps, train or {}, checkpoint=checkpoint, validation=ValidationConfig(at_end=False)
     )
     return run(config, kind)
+
+
+def per_rank(world_size: int, settings: dict[str, Any]) -> dict[str, int]:
+    """Micro-batch and accumulation with which the ranks together have the global batch of one process."""
+    replicas = world_size // (settings.get("pp", 1) * settings.get("tp", 1))
+    return {"micro_batch": 2 // min(replicas, 2), "accumulation": 4 // max(1, replicas // 2)}
+
+
+def rejection(config: TrainerConfig, options: dict[str, Any]) -> str:
+    """The error of a run that must not start."""
+    kinds: dict[str, Any] = {"ema": EmaCallback(0.9), "sample": SampleCallback(lambda *_: "", 1)}
+    callbacks = [callback for name, callback in kinds.items() if options.pop(name, False)]
+    trainer = BaseTrainer(config, make_model("gpt2"), train_dataset=examples(), callbacks=callbacks, **options)
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("the run was not rejected")

@@ -186,7 +186,7 @@ class PipelineModel(nn.Module):
 
     Parameters of `module` that other ranks have are on the meta device: names and shapes are those of one process.
     Stages are modules that take `(x, *, targets, ...)`; the last one returns the summed loss, with shape (1,). All
-    ranks of a pipeline get the same batches, and the same loss.
+    ranks of a pipeline get the same batches, and the same loss. Gradients are averaged over the group `replicas`.
     """
 
     def __init__(
@@ -198,9 +198,10 @@ class PipelineModel(nn.Module):
         micro_batches: int,
         device: torch.device,
         mesh: DeviceMesh,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._replicas = module, replicas
         # In a tuple, because their parameters are those of `module`.
         self.stages, self.micro_batches, self._schedule, self._device = tuple(stages), micro_batches, schedule, device
         self._group = mesh["pp"].get_group()
@@ -232,10 +233,16 @@ class PipelineModel(nn.Module):
         are padded to the size of the largest, and their number to that of the schedule, with ignored targets.
         """
         loss = self._forward_backward(micro_batches, num_items)
+        if self._replicas is not None:
+            grads = [_local(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
+            pending = [dist.all_reduce(grad, group=self._replicas, async_op=True) for grad in grads]
+            for grad, work in zip(grads, pending, strict=True):
+                assert work is not None
+                work.wait()
+                grad /= dist.get_world_size(self._replicas)
         if self._tied_group is not None:
             for parameter in self._tied:
-                grad: Any = parameter.grad
-                dist.all_reduce(grad.to_local() if hasattr(grad, "to_local") else grad, group=self._tied_group)
+                dist.all_reduce(_local(parameter.grad), group=self._tied_group)
         return loss
 
     def forward(
@@ -363,6 +370,11 @@ def _restore_ties(ties: Sequence[Tie], stages: Sequence[nn.Module]) -> list[nn.P
                 setattr(module, name, current)
             restored.append(current)
     return restored
+
+
+def _local(grad: Any) -> Tensor:
+    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return local
 
 
 def _tied_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

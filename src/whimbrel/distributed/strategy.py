@@ -25,6 +25,7 @@ __all__ = [
     "clip_gradients_",
     "gradient_norm",
     "gradient_sync",
+    "reduces_itself",
     "shard_or_replicate",
     "unwrap",
 ]
@@ -61,7 +62,7 @@ def shard_or_replicate(
     `average_gradients`: False if the optimizer averages the gradients of replicas, so that they need no DDP.
     """
     layout = world.layout
-    if world.mesh is None or config.strategy == "diloco":
+    if world.mesh is None or config.strategy == "diloco" or reduces_itself(world, config):
         return model
     if layout.dp_shard > 1 or config.strategy in ("fsdp", "hsdp") or (layout.tp > 1 and layout.dp_replicate > 1):
         _fully_shard(model, world, config)
@@ -102,6 +103,11 @@ def _fix_buckets(replica: Any) -> None:
     total.backward()
     for parameter in parameters:
         parameter.grad = None
+
+
+def reduces_itself(world: World, config: ParallelConfig) -> bool:
+    """Whether a pipeline averages gradients over replicas itself: DDP cannot reduce two stages of one rank."""
+    return world.layout.pp > 1 and world.layout.dp_shard == 1 and config.strategy not in ("fsdp", "hsdp")
 
 
 def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None:

@@ -49,6 +49,7 @@ from whimbrel.distributed.pipeline import (
     stage_indices,
 )
 from whimbrel.distributed.state import is_sharded
+from whimbrel.distributed.strategy import reduces_itself
 from whimbrel.model_io import load_model
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
 from whimbrel.models import GPT, GPTConfig
@@ -513,7 +514,8 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, wo
         return stages[0]
     assert world.mesh is not None
     schedule, micro_batches = config.parallel.pipeline_schedule, train.accumulation or 1
-    return PipelineModel(model, stages, ties, schedule, micro_batches, device, world.mesh)
+    replicas = world.dp_group if layout.dp > 1 and reduces_itself(world, config.parallel) else None
+    return PipelineModel(model, stages, ties, schedule, micro_batches, device, world.mesh, replicas)
 
 
 def _split_stages(model: nn.Module, config: TrainerConfig, device: torch.device, world: World) -> list[nn.Module]:

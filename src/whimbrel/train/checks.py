@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import did_you_mean
-from whimbrel.distributed import unwrap
-from whimbrel.distributed.pipeline import find_ties
+from whimbrel.distributed.strategy import reduces_itself
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.config import TrainerConfig
@@ -164,16 +163,11 @@ def check_parallel(trainer: Any) -> None:
     for name in (name for name, is_set in conflicts.items() if is_set):
         remedy = "use bf16" if "fp16" in name else "leave it out, or use fsdp"
         raise ConfigError(f"{name} does not work with a pipeline (parallel.pp = {layout.pp}): {remedy}")
-    replicates = layout.dp > 1 or parallel.strategy in ("ddp", "fsdp", "hsdp")
-    if parallel.pipeline_schedule == "zero-bubble" and replicates and _has_tied_head(trainer.model):
+    if parallel.pipeline_schedule == "zero-bubble" and not reduces_itself(trainer.world, parallel):
         raise ConfigError(
-            "parallel.pipeline_schedule = zero-bubble does not work with data parallelism and a tied head, which one "
-            "rank would reduce twice: use 1f1b or interleaved"
+            "parallel.pipeline_schedule = zero-bubble does not work with fsdp, which cannot split backward passes: use "
+            "interleaved or 1f1b, or replicate (dp_replicate)"
         )
-
-
-def _has_tied_head(model: nn.Module | None) -> bool:
-    return model is not None and bool(find_ties(unwrap(model)))
 
 
 def check_metric(trainer: Any) -> None:
