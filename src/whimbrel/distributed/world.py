@@ -150,6 +150,10 @@ class World:
                 raise error_class(f"rank {rank}: {message}")
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.gather(None)
+
     def agree(self, flags: Sequence[bool], number: int) -> tuple[list[bool], int]:
         """The flags of rank 0, and the largest number of any rank."""
         if self.size == 1:
@@ -210,12 +214,13 @@ def join_world(config: ParallelConfig, device_type: str) -> World:
     from torch.distributed.device_mesh import init_device_mesh
 
     layout = resolve_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    if not dist.is_initialized():
+    joined = not dist.is_initialized()
+    if joined:
         _init_process_group(config, device_type, size)
         atexit.register(leave)
     mesh = init_device_mesh(device_type, tuple(getattr(layout, name) for name in SIZES), mesh_dim_names=SIZES)
     world = World(layout, mesh, independent=config.strategy == "diloco", timeout=config.timeout)
-    if world.is_main:
+    if joined and world.is_main:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         logger.info(
             "Distributed: %s over %d processes (%s), %s, %s%s",

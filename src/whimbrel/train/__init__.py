@@ -24,14 +24,19 @@ if TYPE_CHECKING:
         loss_from_outputs,
     )
     from whimbrel.train.run_directory import read_log
+    from whimbrel.train.strategies import AccelTrainer, DDPTrainer, FSDPTrainer, PipelineTrainer
     from whimbrel.train.trainer import BaseTrainer, Trainer, train
 
 __all__ = [
+    "AccelTrainer",
     "BaseTrainer",
     "BaseTrainingArguments",
+    "DDPTrainer",
+    "FSDPTrainer",
     "LossOutput",
     "MinimalTrainingArguments",
     "Objective",
+    "PipelineTrainer",
     "PredictionOutput",
     "RunConfig",
     "SampleFunction",
@@ -66,6 +71,7 @@ __getattr__, __dir__ = lazy_exports(
             "loss_and_logits_from_outputs",
             "loss_from_outputs",
         ],
+        "strategies": ["AccelTrainer", "DDPTrainer", "FSDPTrainer", "PipelineTrainer"],
         "trainer": ["BaseTrainer", "Trainer", "train"],
     },
 )

@@ -27,12 +27,14 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import convert
+from whimbrel.config import build, convert
+from whimbrel.distributed import ParallelConfig
 from whimbrel.precision import sdpa_backend_names
 from whimbrel.train.config import Fp8Recipe, QatRecipe, SdpaBackend, TrainerConfig, check_interval
 from whimbrel.train.evaluation import greater_is_better
 from whimbrel.train.hf_compat import HF_ALTERNATIVES, CheckedArguments, translate_argument
 from whimbrel.train.lr_scheduler_args import schedule_arguments, schedule_settings
+from whimbrel.train.parallel_args import PARALLEL_ARGUMENTS, ProcessArguments, changed_settings
 
 __all__ = [
     "CONFIG_ONLY",
@@ -54,7 +56,7 @@ Interval = Literal["no", "steps", "epoch"]
 
 
 @dataclass
-class MinimalTrainingArguments(metaclass=CheckedArguments):
+class MinimalTrainingArguments(ProcessArguments, metaclass=CheckedArguments):
     """The arguments shared with `transformers`.
 
     They are checked when constructed, and again when passed to a trainer.
@@ -162,6 +164,8 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
         """Read `transformers` arguments that have a different name or a fixed value here; callbacks use them."""
         if name in ("bf16", "fp16"):
             return getattr(self, "mixed_precision", None) == name
+        if name in PARALLEL_ARGUMENTS:
+            return _parallel_argument(self, name)
         if name in HF_ALTERNATIVES and HF_ALTERNATIVES[name].values:
             return HF_ALTERNATIVES[name].values[0]
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -171,6 +175,8 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
         fields, class_attribute = type(self).__dataclass_fields__, getattr(type(self), name, None)
         is_ours = name in fields or class_attribute is not None
         translated = None if is_ours else translate_argument(name, value)
+        if translated is not None and "parallel" in translated:
+            translated["parallel"] = {**(self.parallel or {}), **translated["parallel"]}
         for our_name, our_value in {name: value}.items() if translated is None else translated.items():
             super().__setattr__(our_name, our_value)
 
@@ -235,6 +241,8 @@ class MinimalTrainingArguments(metaclass=CheckedArguments):
 class BaseTrainingArguments(MinimalTrainingArguments):
     """The shared arguments plus those that every Whimbrel trainer accepts."""
 
+    parallel: dict[str, Any] | None = None
+    """Settings of the [parallel] section for several processes, as a dict or a ParallelConfig; None: DDP."""
     default_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     """Parameter dtype when the model is created; None: the torch default."""
     max_eval_steps: int = -1
@@ -350,6 +358,8 @@ def _converted(cls: type, name: str, value: Any) -> Any:
             f"qat_recipe: expected one of {', '.join(typing.get_args(QatRecipe))}, got {value!r}: fake quantization "
             "to fp8 zeroes nearly all of a weight's gradient (docs/precision.md); train with fp8_recipe instead"
         )
+    if name == "parallel":
+        return changed_settings(value) if isinstance(value, ParallelConfig) else _check_parallel(value)
     if name == "report_to":
         return _check_reporters(value)
     if name == "label_names":
@@ -359,6 +369,23 @@ def _converted(cls: type, name: str, value: Any) -> Any:
     if name.endswith("_dir") and isinstance(value, str):
         value = str(Path(value).expanduser())
     return convert(type_hints(cls)[name], value, name)
+
+
+def _check_parallel(value: Any) -> dict[str, Any] | None:
+    if value is None or (isinstance(value, dict) and all(isinstance(name, str) for name in value)):
+        return value or None
+    raise ConfigError(f"expected a dict of [parallel] settings for parallel, got {value!r}")
+
+
+def _parallel_argument(args: MinimalTrainingArguments, name: str) -> Any:
+    """What a `transformers` argument for distributed training would be, for callbacks that read it."""
+    settings = ParallelConfig(**(args.parallel or {}))
+    values = {
+        "average_tokens_across_devices": True, "ddp_timeout": settings.timeout, "fsdp_config": None,
+        "fsdp": {"fsdp": ["full_shard"], "hsdp": ["hybrid_shard"]}.get(settings.strategy or "", []),
+        "local_rank": args.local_process_index, "parallelism_config": None,
+    }  # fmt: skip
+    return values[name]
 
 
 def _check_reporters(value: Any) -> str | list[str] | None:
@@ -602,6 +629,7 @@ TRANSLATIONS = (
     _same("remove_unused_columns", "loader.remove_unused_columns"),
     _convert("label_names", "loader.label_names", lambda n: None if n is None else tuple(n), lambda n: n and list(n)),
     _convert("use_cpu", "train.device", lambda cpu: "cpu" if cpu else None, lambda device: device == "cpu"),
+    _convert("parallel", "parallel", lambda value: build(ParallelConfig, value or {}, "parallel"), changed_settings),
     _same("dataloader_num_workers", "loader.workers"),
     _same("dataloader_pin_memory", "loader.pin_memory"),
     _same("dataloader_prefetch_factor", "loader.prefetch_factor"),

@@ -10,10 +10,12 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import suggest
+from whimbrel.train.parallel_args import PARALLEL_ARGUMENTS, merge_settings
 
 __all__ = [
     "HF_ALTERNATIVES",
@@ -44,6 +46,11 @@ class Alternative(NamedTuple):
     hint: str
 
 
+def _parallel(translate: Callable[[Any], dict[str, Any]], value: Any) -> dict[str, Any]:
+    settings = translate(value)
+    return {"parallel": settings} if settings else {}
+
+
 HF_TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bf16": lambda on: {"mixed_precision": "bf16"} if on else {},
     "fp16": lambda on: {"mixed_precision": "fp16"} if on else {},
@@ -53,40 +60,43 @@ HF_TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "metric_for_best_model": lambda name: {} if name is None else {"best_model_metric": name},
     "tf32": lambda on: {} if on is None else {"float32_matmul_precision": "high" if on else "highest"},
     "warmup_ratio": lambda ratio: {"warmup_steps": ratio} if ratio else {},
+    **{name: partial(_parallel, translate) for name, translate in PARALLEL_ARGUMENTS.items()},
 }
 """Other names for our arguments."""
 
 _HUB = "upload the directory that save_model writes with huggingface_hub"
-_ONE_DEVICE = "the trainer uses one device; remove it"
-_ONE_PROCESS = "the trainer runs in one process; remove it"
+_ONE_DEVICE = "override nothing of it: use parallel={...} (docs/distributed.md)"
+_PARALLEL = "use parallel={...} (docs/distributed.md), or remove it"
 _OPTIMIZER = "pass optimizers=(OptimConfig(name=NAME, ...), None) to the trainer"
 _SCRIPT = "your script decides whether to call train(), evaluate() or predict(); use your own flag"
 _TRACKER = "pass callbacks=[TrackerCallback('trackio', project=...)] to the trainer"
 
 HF_ALTERNATIVES: dict[str, Alternative] = {
-    "accelerator_config": Alternative((None,), _ONE_PROCESS),
+    "accelerator_config": Alternative((None,), _PARALLEL),
     "auto_find_batch_size": Alternative(
         (False,), "use per_device_train_batch_size; `whimbrel train` finds it automatically"
     ),
-    "average_tokens_across_devices": Alternative((True, False), _ONE_PROCESS),
     "batch_eval_metrics": Alternative(
         (False,), "use compute_metrics over all batches, with preprocess_logits_for_metrics"
     ),
     "bf16_full_eval": Alternative((False,), "use mixed_precision='bf16', or model.to(torch.bfloat16)"),
-    "data_parallel": Alternative((None,), _ONE_PROCESS),
+    "data_parallel": Alternative((None,), _PARALLEL),
     "dataloader_in_order": Alternative(
         (True,), "batches always keep their order, so that a resume is exact; remove it"
     ),
     "dataloader_multiprocessing_context": Alternative((None,), "pass your own DataLoader as train_dataset"),
     "dataloader_persistent_workers": Alternative((False,), "pass your own DataLoader as train_dataset"),
-    "ddp_backend": Alternative((None,), _ONE_PROCESS),
-    "ddp_broadcast_buffers": Alternative((None,), _ONE_PROCESS),
-    "ddp_bucket_cap_mb": Alternative((None,), _ONE_PROCESS),
-    "ddp_find_unused_parameters": Alternative((None, False), _ONE_PROCESS),
-    "ddp_static_graph": Alternative((None,), _ONE_PROCESS),
-    "ddp_timeout": Alternative((1800,), _ONE_PROCESS),
+    "ddp_backend": Alternative((None,), "GPUs use NCCL and CPUs gloo; remove it"),
+    "ddp_broadcast_buffers": Alternative(
+        (None, True), "buffers of rank 0 are broadcast, except constant tables; remove it"
+    ),
+    "ddp_bucket_cap_mb": Alternative((None,), "DDP uses buckets of 25 MiB; remove it"),
+    "ddp_find_unused_parameters": Alternative(
+        (None, False), "freeze unused parameters, or use parallel={'strategy': 'fsdp'}"
+    ),
+    "ddp_static_graph": Alternative((None, False), "the graph may change; remove it"),
     "debug": Alternative(("", []), "use detect_anomaly=True to find the operation that produces a NaN"),
-    "deepspeed": Alternative((None,), _ONE_DEVICE),
+    "deepspeed": Alternative((None,), "use parallel={'strategy': 'fsdp'}, which shards like ZeRO-3"),
     "do_eval": Alternative((False,), _SCRIPT),
     "do_predict": Alternative((False,), _SCRIPT),
     "do_train": Alternative((False,), _SCRIPT),
@@ -94,11 +104,9 @@ HF_ALTERNATIVES: dict[str, Alternative] = {
     "eval_accumulation_steps": Alternative((None, 1), "predictions are moved to the CPU after each batch; remove it"),
     "eval_do_concat_batches": Alternative((True,), "override evaluate"),
     "eval_on_start": Alternative((False,), "call trainer.evaluate() before trainer.train()"),
-    "eval_use_gather_object": Alternative((False,), _ONE_PROCESS),
+    "eval_use_gather_object": Alternative((False,), "predictions of any kind are gathered; remove it"),
     "evaluation_strategy": Alternative((), "use eval_strategy"),
     "fp16_full_eval": Alternative((False,), "use mixed_precision='fp16', or model.half()"),
-    "fsdp": Alternative((None, "", []), _ONE_DEVICE),
-    "fsdp_config": Alternative((None,), _ONE_DEVICE),
     "gradient_checkpointing_kwargs": Alternative(
         (None, {}, {"use_reentrant": False}), "use recompute='full' or 'selective'; it is never reentrant"
     ),
@@ -123,10 +131,9 @@ HF_ALTERNATIVES: dict[str, Alternative] = {
         ("length",), "pass your own DataLoader with a length-grouped sampler as train_dataset"
     ),
     "liger_kernel_config": Alternative((None,), "apply liger_kernel to the model before passing it"),
-    "local_rank": Alternative((-1, 0), _ONE_PROCESS),
     "log_level": Alternative(("passive",), "use logging.getLogger('whimbrel').setLevel(...)"),
-    "log_level_replica": Alternative(("warning",), _ONE_PROCESS),
-    "log_on_each_node": Alternative((True, False), _ONE_PROCESS),
+    "log_level_replica": Alternative(("warning",), "ranks other than 0 log warnings; remove it"),
+    "log_on_each_node": Alternative((True, False), "rank 0 logs; remove it"),
     "logging_nan_inf_filter": Alternative((True,), "use on_nonfinite: non-finite steps never enter the logged loss"),
     "neftune_noise_alpha": Alternative((None,), "use a forward hook on the model's embedding"),
     "no_cuda": Alternative((), "use use_cpu"),
@@ -135,14 +142,13 @@ HF_ALTERNATIVES: dict[str, Alternative] = {
     "optim_target_modules": Alternative(
         (None,), "pass optimizers=(OptimConfig(name=NAME, groups=(GroupConfig(...),)), None)"
     ),
-    "parallelism_config": Alternative((None,), _ONE_PROCESS),
     "prediction_loss_only": Alternative((False,), "pass no compute_metrics: evaluate() then returns only the loss"),
     "project": Alternative(("huggingface",), _TRACKER),
     "push_to_hub": Alternative((False,), _HUB),
     "restore_callback_states_from_checkpoint": Alternative(
         (False, True), "callbacks with a state_dict are restored unless resume_skip=('callbacks',); remove it"
     ),
-    "save_on_each_node": Alternative((False, True), _ONE_PROCESS),
+    "save_on_each_node": Alternative((False,), "checkpoints need a directory that all machines share; remove it"),
     "save_only_model": Alternative((False,), "use save_strategy='no' and save_model, or an on_save callback"),
     "save_safetensors": Alternative((True,), "weights are always written as safetensors; remove it"),
     "skip_memory_metrics": Alternative((True,), "pass callbacks=[MemoryCallback()] to the trainer"),
@@ -193,7 +199,9 @@ class CheckedArguments(type):
                 hint = f"did you mean '{close}'?" if close else "leave it out (docs/trainer.md lists all arguments)"
                 raise ConfigError(f"{cls.__name__} has no argument '{name}': {hint}")
             for our_name, value in translated.items():
-                if arguments.setdefault(our_name, value) != value:
+                if our_name == "parallel":
+                    arguments[our_name] = merge_settings(arguments.get(our_name), value, name)
+                elif arguments.setdefault(our_name, value) != value:
                     raise ConfigError(
                         f"{name} = {kwargs[name]!r} and {our_name} = {arguments[our_name]!r} contradict each other: "
                         "pass only one"

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, DataError, TrainingError
 from whimbrel.data import TokenDataLoader
-from whimbrel.distributed import World
+from whimbrel.distributed import World, unwrap
 from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision, torch_flags
 from whimbrel.train import build
@@ -60,16 +60,32 @@ __all__ = ["Accelerator", "OverridableMethodsMixin"]
 
 
 class Accelerator:
-    """Provides `accelerator.backward`, as in transformers, for overrides of `training_step`."""
+    """The parts of `accelerate.Accelerator` that overrides and callbacks use, such as `accelerator.backward`."""
 
-    def __init__(self, precision: MixedPrecision) -> None:
-        self._precision = precision
+    def __init__(self, precision: MixedPrecision, world: World, device: torch.device) -> None:
+        self._precision, self._world, self.device = precision, world, device
         self.called = False
+        self.num_processes, self.process_index = world.size, world.rank
+        self.local_process_index = world.local_rank
+        self.is_main_process, self.is_local_main_process = world.is_main, world.local_rank == 0
 
     def backward(self, loss: Tensor) -> None:
         """Backward pass, with the loss scaled under fp16."""
         self.called = True
         self._precision.scale(loss).backward()
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all processes."""
+        self._world.barrier()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all processes, concatenated."""
+        parts = self._world.gather(torch.atleast_1d(tensor.detach()).cpu())
+        return torch.cat(parts).to(tensor.device)
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The model without the wrappers of DDP and torch.compile."""
+        return unwrap(model)
 
 
 class OverridableMethodsMixin(ABC):

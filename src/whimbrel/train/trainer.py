@@ -150,8 +150,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.precision = MixedPrecision(self.config.train.precision, self.device)
         self.is_local_process_zero = ProcessFlag(self.world.local_rank == 0)
         self.is_world_process_zero = ProcessFlag(self.world.is_main)
-        self.num_processes = self.world.size
-        self.accelerator = Accelerator(self.precision)
+        self.num_processes, self.process_index = self.world.size, self.world.rank
+        self.accelerator = Accelerator(self.precision, self.world, self.device)
         if compute_metrics is not None:
             self.compute_metrics = compute_metrics
         if preprocess_logits_for_metrics is not None:
@@ -779,7 +779,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
 
 
 class Trainer(BaseTrainer):
-    """Trains on one device. By default it shows progress and accepts `whimbrel control` commands."""
+    """Trains on the devices that torchrun assigns. By default it shows progress and accepts `whimbrel control`."""
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:

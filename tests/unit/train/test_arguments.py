@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.distributed import ParallelConfig
 from whimbrel.models import GPTConfig
 from whimbrel.train.arguments import (
     BaseTrainingArguments,
     MinimalTrainingArguments,
     TrainingArguments,
+    to_config,
 )
 from whimbrel.train.build import no_tokenizer_parallelism
 from whimbrel.train.hf_compat import HF_ALTERNATIVES, HF_TRANSLATED
@@ -262,17 +265,23 @@ def test_unknown_arguments_raise_an_error_with_an_alternative(name: str, value: 
 
 
 OTHER_VALUES: dict[str, Any] = {
-    "accelerator_config": {"split_batches": True}, "ddp_timeout": 60, "debug": "underflow_overflow",
-    "deepspeed": "config.json", "eval_accumulation_steps": 4, "fsdp": "full_shard", "fsdp_config": {"a": 1},
+    "accelerator_config": {"split_batches": True}, "ddp_broadcast_buffers": False, "debug": "underflow_overflow",
+    "deepspeed": "config.json", "eval_accumulation_steps": 4,
     "gradient_checkpointing_kwargs": {"use_reentrant": True}, "hub_strategy": "end", "include_for_metrics": ["loss"],
     "include_num_input_tokens_seen": "all", "label_smoothing_factor": 0.1, "length_column_name": "size",
-    "liger_kernel_config": {"rope": True}, "local_rank": 3, "log_level": "debug", "log_level_replica": "debug",
+    "liger_kernel_config": {"rope": True}, "log_level": "debug", "log_level_replica": "debug",
     "neftune_noise_alpha": 5.0, "optim": "adafactor", "optim_args": "a=1", "project": "mine",
     "torch_empty_cache_steps": 4, "ddp_bucket_cap_mb": 25, "hub_token": "x", "hub_model_id": "x", "hub_revision": "x",
     "dataloader_multiprocessing_context": "spawn", "ddp_backend": "gloo", "optim_target_modules": ["q"],
-    "trackio_space_id": "x", "trackio_bucket_id": "x", "trackio_static_space_id": "x", "parallelism_config": "x",
+    "trackio_space_id": "x", "trackio_bucket_id": "x", "trackio_static_space_id": "x",
 }  # fmt: skip
 """Values other than the default, of arguments that are not switches."""
+TRANSLATED_VALUES: dict[str, Any] = {
+    "metric_for_best_model": "accuracy", "ddp_timeout": 60, "fsdp_config": {"cpu_offload": True},
+    "parallelism_config": SimpleNamespace(dp_replicate_size=1, dp_shard_size=2, tp_size=1),
+}  # fmt: skip
+ACCEPTED_ONLY = ("average_tokens_across_devices", "local_rank")
+"""Arguments that are checked, but change nothing."""
 
 
 @pytest.mark.parametrize("name", hf_names())
@@ -285,9 +294,14 @@ def test_every_transformers_argument_is_accepted_or_rejected_with_a_hint(name: s
     default = hf_fields()[name]
     if default is dataclasses.MISSING:
         default = []
-    assert TrainingArguments(**{name: default}).to_dict() == TrainingArguments().to_dict()
+    if name != "ddp_timeout":  # ours is shorter
+        assert TrainingArguments(**{name: default}).to_dict() == TrainingArguments().to_dict()
+    if name in ACCEPTED_ONLY:
+        return
     if name in HF_TRANSLATED:
-        value = "accuracy" if name == "metric_for_best_model" else True
+        value = TRANSLATED_VALUES.get(name, True)
+        if name == "fsdp_config":
+            value, name = "full_shard offload", "fsdp"
         assert TrainingArguments(**{name: value}).to_dict() != TrainingArguments().to_dict()
         return
     assert getattr(TrainingArguments(), name) == default  # for callbacks that read it
@@ -301,6 +315,61 @@ def test_every_transformers_argument_is_accepted_or_rejected_with_a_hint(name: s
     assert "\n" not in str(refused.value)
     with pytest.raises(ConfigError, match=f"unsupported {name}="):
         setattr(TrainingArguments(), name, value)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({"ddp_timeout": 60}, {"timeout": 60.0}),
+        ({"fsdp": "full_shard auto_wrap"}, {"strategy": "fsdp"}),
+        ({"fsdp": ["shard_grad_op", "offload"]},
+         {"strategy": "fsdp", "reshard_after_forward": False, "cpu_offload": True}),
+        ({"fsdp": True, "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": False}},
+         {"strategy": "fsdp", "reshard_after_forward": False}),
+        ({"fsdp": "hybrid_shard", "ddp_timeout": 5}, {"strategy": "hsdp", "timeout": 5.0}),
+        ({"parallelism_config": SimpleNamespace(dp_replicate_size=2, dp_shard_size=4, tp_size=1)},
+         {"dp_replicate": 2, "dp_shard": 4}),
+        ({"parallel": ParallelConfig(tp=2), "ddp_timeout": 7}, {"tp": 2, "timeout": 7.0}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parallel_arguments_of_transformers_are_settings_of_parallel(
+    given: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    assert to_config(TrainingArguments(**given)).parallel == ParallelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fsdp": "half_shard"}, "unsupported fsdp='half_shard': use one of full_shard"),
+        ({"fsdp": "offload"}, "unsupported fsdp='offload': pass 'full_shard' as well"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, r"unsupported fsdp_config=\{'version': 1\}"),
+        ({"fsdp": True, "fsdp_config": {"use_orig_params": True}}, "unsupported fsdp_config="),
+        ({"fsdp": True, "parallel": {"strategy": "ddp"}}, "fsdp means parallel.strategy = 'fsdp', which contradicts"),
+        ({"parallelism_config": SimpleNamespace(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=2)},
+         "unsupported parallelism_config=cp_size > 1"),
+        ({"local_rank": 3}, "unsupported local_rank=3"),
+        ({"parallel": "fsdp"}, "expected a dict"),
+        ({"parallel": {"stratgy": "fsdp"}}, "stratgy"),
+        ({"parallel": {"tp": 0}}, "tp"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parallel_arguments_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingArguments(**given)
+
+
+def test_arguments_describe_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = TrainingArguments(use_cpu=True)
+    assert (args.world_size, args.process_index, args.local_process_index, args.should_save) == (1, 0, 0, True)
+    with args.main_process_first():
+        pass
+    for name, value in {"WORLD_SIZE": 4, "RANK": 3, "LOCAL_RANK": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert (args.world_size, args.process_index, args.local_process_index, args.should_save) == (4, 3, 1, False)
+    assert (args.local_rank, args.ddp_timeout, args.fsdp, args.n_gpu) == (1, 600.0, [], 0)
 
 
 def test_transformers_names_of_our_arguments_are_translated() -> None:

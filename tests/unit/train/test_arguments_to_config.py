@@ -35,6 +35,7 @@ NAMES = [field.name for field in dataclasses.fields(TrainingArguments)]
 
 CHANGES: dict[str, dict[str, Any]] = {
     "output_dir": {"output_dir": "elsewhere"},
+    "parallel": {"parallel": {"strategy": "fsdp"}},
     "per_device_train_batch_size": {"per_device_train_batch_size": 3},
     "per_device_eval_batch_size": {"per_device_eval_batch_size": 3},
     "num_train_epochs": {"num_train_epochs": 1.5},

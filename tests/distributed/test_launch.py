@@ -1,0 +1,140 @@
+"""Start, control and end of distributed runs; trainers with a fixed strategy."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed import launch_jobs as jobs
+from tests.distributed.pool import Pool
+from tests.support.commands import whimbrel
+from tests.support.processes import RECIPE, TORCHRUN, DistributedRun
+from tests.support.runs import prepare_text
+
+from whimbrel.checkpoint import list_checkpoints
+from whimbrel.train import load_run_config, read_log, train
+
+WORKER = Path(__file__).parents[1] / "faults" / "worker.py"
+WHIMBREL = (sys.executable, "-m", "whimbrel")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    prepare_text(folder, shakespeare[:20_000], val_tokens=800)
+    return folder / "shards"
+
+
+@pytest.fixture
+def run(workdir: Path, shards: Path) -> Iterator[DistributedRun]:
+    (workdir / "shards").symlink_to(shards)
+    run = DistributedRun(workdir)
+    yield run
+    run.kill()
+
+
+def write_recipe(run: DistributedRun, steps: int) -> None:
+    (run.folder / "recipe.toml").write_text(RECIPE.format(steps=steps, every=10, timeout=60))
+
+
+def test_control_saves_and_stops_a_run_of_two_processes(run: DistributedRun, capfd: pytest.CaptureFixture[str]) -> None:
+    write_recipe(run, 100_000)
+    run.start(*WHIMBREL, "train", "recipe.toml", "--plain", "--nproc", 2, "--checkpoint.every=none")
+    run.wait(run.is_stepping)
+    assert run.text().count("Distributed: ddp over 2 processes (dp_replicate=2), gloo, cpu") == 1
+    assert whimbrel("control", "run", "status") == 0
+    assert whimbrel("control", "run", "save") == 0
+    run.wait(lambda: bool(list_checkpoints(run.folder / "run")))
+    assert whimbrel("runs", ".") == 0
+    assert re.search(r"run .*running", capfd.readouterr().out)
+    assert whimbrel("control", "run", "stop") == 0
+    assert run.wait_for_exit() == 0
+    assert "ControlCallback requested a stop: whimbrel control stop" in run.text()
+    assert max(list_checkpoints(run.folder / "run")) == len(run.losses())
+
+
+def test_two_agents_train_like_one_process(run: DistributedRun) -> None:
+    write_recipe(run, 12)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        endpoint = f"localhost:{probe.getsockname()[1]}"
+    options = ("--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    for _ in range(2):
+        run.start(*TORCHRUN, *options, "-m", "whimbrel", "train", "recipe.toml", "--plain", "--parallel.strategy=fsdp")
+    assert [launcher.wait(120) for launcher in run.launchers] == [0, 0], run.text()
+    run.wait_for_exit()
+    assert run.starts() == 1
+    train(load_run_config(Path("recipe.toml"), ["--output_dir=alone"]))
+    alone = {line["after"]: line["loss"] for line in read_log(Path("alone/log.jsonl")) if line["kind"] == "step"}
+    assert run.losses() == pytest.approx(alone, rel=1e-5)
+
+
+def test_error_of_one_rank_ends_all_ranks_with_its_line_and_exit_code(run: DistributedRun) -> None:
+    write_recipe(run, 100_000)
+    run.start(sys.executable, WORKER, "train", "recipe.toml", "--plain", "--nproc", 2)
+    run.wait(run.is_stepping)
+    (run.folder / "fault-1").write_text("raise")
+    assert run.wait_for_exit(30) == 2
+    errors = [line for line in run.text().splitlines() if re.search("rror|Traceback|peer|rank", line)]
+    assert errors == ["[rank 1] whimbrel: an injected error"]
+
+
+def test_error_of_all_ranks_is_printed_once(run: DistributedRun) -> None:
+    write_recipe(run, 10)
+    run.start(*WHIMBREL, "train", "recipe.toml", "--nproc", 2, "--parallel.tp=3")
+    assert run.wait_for_exit() == 2
+    (line,) = run.text().splitlines()
+    assert line.startswith("whimbrel: expected parallel sizes whose product is the number of processes, 2, got tp = 3")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return jobs.train("Trainer", str(tmp_path_factory.mktemp("alone")))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapper", "sharded"),
+    [
+        ("Trainer", "DistributedDataParallel", False),
+        ("DDPTrainer", "DistributedDataParallel", False),
+        ("FSDPTrainer", "FSDPGPT", True),
+        ("AccelTrainer", "DistributedDataParallel", False),
+        ("PipelineTrainer", "PipelineModel", False),
+    ],
+)
+def test_trainers_train_like_one_process_and_stop_together(
+    pool: Pool, tmp_path: Path, expected: dict[str, Any], name: str, wrapper: str, sharded: bool
+) -> None:
+    folder = str(tmp_path / "run")
+    accelerate = name == "AccelTrainer"
+    results = pool.run(2, jobs.train_with_accelerate, folder) if accelerate else pool.run(2, jobs.train, name, folder)
+    for rank, found in enumerate(results):
+        assert "error" not in found, found
+        torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0)
+        assert (found["wrapper"], found["sharded"]) == (wrapper, sharded)
+        assert found["steps"] == (5, 5, 5 if rank == 0 else 0)  # only rank 0 calls a callback without all_ranks
+        assert found["process"] == (2, rank, rank == 0)
+        assert found["gathered"] == [0, 1]
+
+
+def test_trainer_of_another_strategy_is_refused(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(2, jobs.train, "FSDPTrainer", str(tmp_path), {"strategy": "ddp"}):
+        assert found["error"] == (
+            "FSDPTrainer trains with strategy = fsdp or hsdp, got ddp: leave it out, or use Trainer"
+        )
+
+
+def test_restarted_ranks_ignore_what_earlier_ones_left_in_the_store(pool: Pool, tmp_path: Path) -> None:
+    names = pool.run(2, jobs.meet_twice, str(tmp_path / "store"))
+    assert names[0] == names[1]
+    assert names[0][0] != names[0][1]
+
+
+def test_main_process_runs_a_block_first(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, jobs.order_of_main_process_first, str(tmp_path)) == [False, True]
