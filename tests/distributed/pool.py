@@ -106,7 +106,7 @@ def _free_groups() -> None:
     """
     gc.collect()
     for item in gc.get_objects():
-        if type(item) is functools._lru_cache_wrapper and item.__module__.startswith("torch.distributed"):
+        if type(item) is functools._lru_cache_wrapper and item.__module__.startswith(("torch.distributed", "whimbrel")):
             item.cache_clear()
     _clear_sharding_prop_cache()
     gc.collect()

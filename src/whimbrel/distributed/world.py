@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -211,14 +212,13 @@ def join_world(config: ParallelConfig, device_type: str) -> World:
     size = dist.get_world_size() if dist.is_initialized() else launched_processes()
     if size == 1 and config == ParallelConfig():
         return World()
-    from torch.distributed.device_mesh import init_device_mesh
-
     layout = resolve_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     joined = not dist.is_initialized()
     if joined:
         _init_process_group(config, device_type, size)
         atexit.register(leave)
-    mesh = init_device_mesh(device_type, tuple(getattr(layout, name) for name in SIZES), mesh_dim_names=SIZES)
+    assert dist.group.WORLD is not None
+    mesh = _device_mesh(device_type, layout, dist.group.WORLD)
     world = World(layout, mesh, independent=config.strategy == "diloco", timeout=config.timeout)
     if joined and world.is_main:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -228,6 +228,14 @@ def join_world(config: ParallelConfig, device_type: str) -> World:
             "" if restart == "0" else f", restart {restart}",
         )  # fmt: skip
     return world
+
+
+@functools.lru_cache(maxsize=8)
+def _device_mesh(device_type: str, layout: Layout, _group: dist.ProcessGroup) -> DeviceMesh:
+    """The mesh of a layout over a process group; cached, because every mesh opens new connections and threads."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, tuple(getattr(layout, name) for name in SIZES), mesh_dim_names=SIZES)
 
 
 def _init_process_group(config: ParallelConfig, device_type: str, size: int) -> None:
