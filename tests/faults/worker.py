@@ -16,7 +16,8 @@ from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.trainer import Trainer
 
 FAIL_FROM, ALL_WRITES = 3, 1 | 2 | 4
-FULL_SECONDS = 1.0
+FULL_STEPS = 25
+"""How long the disk stays full: at least two saves."""
 STEP_SECONDS = 0.01
 """Delays steps, so that a test can break the run between two of them."""
 
@@ -28,13 +29,14 @@ class Faults(TrainerCallback):
 
     def __init__(self) -> None:
         self._file = Path(f"fault-{os.environ.get('RANK', '0')}")
-        self._full_until = 0.0
+        self._full_until: int | None = None
 
     def on_step_begin(self, **event: Any) -> None:
         time.sleep(STEP_SECONDS)
-        if self._full_until and time.monotonic() > self._full_until:
+        step = event["state"].global_step
+        if self._full_until is not None and step >= self._full_until:
             ctypes.CDLL(None).fault_disarm()
-            self._full_until = 0.0
+            self._full_until = None
         if not self._file.exists():
             return
         kind = self._file.read_text().strip()
@@ -43,7 +45,7 @@ class Faults(TrainerCallback):
             raise TrainingError("an injected error")
         folder = os.fsencode(Path(event["trainer"].config.output_dir).resolve())
         ctypes.CDLL(None).fault_arm(folder, ctypes.c_long(1), FAIL_FROM, errno.ENOSPC, ALL_WRITES)
-        self._full_until = time.monotonic() + FULL_SECONDS
+        self._full_until = step + FULL_STEPS
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def train(
     configure_logging()
     loaded = load_run_config(config, context.args)
     processes = _processes_to_start(nproc, max_restarts, loaded)
-    if processes:
+    if processes is not None:
         arguments = ["train", str(config), *context.args, *["--plain"] * plain]
         raise typer.Exit(_launch(processes, arguments, max_restarts, exit_143=exit_143))
     trainer = Trainer.from_config(loaded, callbacks=[ProgressCallback(plain=plain)])
@@ -83,8 +83,8 @@ def train(
         raise typer.Exit(143)
 
 
-def _processes_to_start(nproc: int | None, max_restarts: int, config: RunConfig) -> int:
-    """Number of processes to start; 0 to train in this one."""
+def _processes_to_start(nproc: int | None, max_restarts: int, config: RunConfig) -> int | None:
+    """Number of processes to start; None to train in this one."""
     from whimbrel.base.errors import ConfigError
     from whimbrel.distributed.launch import default_processes
 
@@ -92,9 +92,9 @@ def _processes_to_start(nproc: int | None, max_restarts: int, config: RunConfig)
         if nproc is not None or max_restarts:
             option = "--max-restarts" if nproc is None else "--nproc"
             raise ConfigError(f"torchrun has already started this process: pass {option} to torchrun instead")
-        return 0
+        return None
     processes = default_processes(config.train.device) if nproc is None else nproc
-    return processes if processes != 1 or max_restarts else 0
+    return processes if processes != 1 or max_restarts else None
 
 
 def _launch(processes: int, arguments: list[str], max_restarts: int, *, exit_143: bool) -> int:

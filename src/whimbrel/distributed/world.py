@@ -220,7 +220,7 @@ def join_world(config: ParallelConfig, device_type: str) -> World:
     assert dist.group.WORLD is not None
     mesh = _device_mesh(device_type, layout, dist.group.WORLD)
     world = World(layout, mesh, independent=config.strategy == "diloco", timeout=config.timeout)
-    if joined and world.is_main:
+    if joined and size > 1 and world.is_main:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         logger.info(
             "Distributed: %s over %d processes (%s), %s, %s%s",

@@ -278,3 +278,30 @@ def test_start_from_scratch_is_reported(folder: Path) -> None:
     for expected in (1, 0):
         done = subprocess.run(arguments, capture_output=True, text=True, check=True)
         assert done.stderr.count("No checkpoint found in run: starting a new run") == expected
+
+
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["train", "recipe.toml", "--nproc", "2"], TORCHRUN, "torchrun has already started this process: pass --nproc"),
+        (["train", "recipe.toml", "--max-restarts", "1"], TORCHRUN, "pass --max-restarts to torchrun instead"),
+        (["train", "recipe.toml", "--nproc", "0"], {}, "expected --nproc of at least 1, got 0"),
+        (["train", "recipe.toml", "--max-restarts", "-1"], {}, "expected --max-restarts of at least 0, got -1"),
+        (["generate", "model"], TORCHRUN, "whimbrel generate runs in one process, got WORLD_SIZE=2"),
+    ],
+)
+def test_processes_that_cannot_be_started_are_refused(
+    folder: Path,
+    arguments: list[str],
+    variables: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert whimbrel(*arguments) == 2
+    assert message in capsys.readouterr().err
