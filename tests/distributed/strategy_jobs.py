@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed.fsdp
 from torch import nn
 
 from whimbrel.distributed.layout import ParallelConfig
@@ -18,23 +20,24 @@ LENGTH, VOCAB = 8, 32
 def observe_fsdp(settings: dict[str, Any]) -> dict[str, Any]:
     """Train a step; returns dtypes, placements and what is gathered when."""
     config = ParallelConfig(**{"strategy": "fsdp"} | settings)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    world, model = join_world(config, device.type), _make_model().to(device)
+    device = torch.device("cpu")
+    world, model = join_world(config, "cpu"), _make_model()
     block = next(model.blocks)
     found: dict[str, Any] = {}
 
     def during_forward(module: nn.Module, _inputs: Any) -> None:
         found["compute_dtype"] = str(next(module.parameters()).dtype)
 
-    shard_or_replicate(model, world, config, device)
+    with mock.patch("torch.distributed.fsdp.fully_shard", wraps=torch.distributed.fsdp.fully_shard) as fully_shard:
+        shard_or_replicate(model, world, config, device)
+    found["offload"] = type(fully_shard.call_args.kwargs["offload_policy"]).__name__
     block.attn.register_forward_pre_hook(during_forward)
-    tokens = torch.arange(LENGTH, device=device).repeat(2, 1) % VOCAB
+    tokens = torch.arange(LENGTH).repeat(2, 1) % VOCAB
     loss = model(tokens, labels=tokens).loss
     found["gathered_after_forward"] = not hasattr(next(block.parameters()), "placements")
     loss.backward()
     parameter: Any = next(block.parameters())
     found["placements"] = [type(placement).__name__ for placement in parameter.placements]
-    found["devices"] = [parameter.device.type, parameter.grad.device.type]
     found["dtypes"] = [str(parameter.dtype), str(parameter.grad.dtype)]
     return found
 

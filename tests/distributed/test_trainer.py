@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.pipeline import check_micro_batches
 from whimbrel.train.config import ValidationConfig
 
-STEPS = 8
+STEPS = 50 if os.environ.get("WHIMBREL_SOAK", "0") != "0" else 8
 """An epoch has six steps, of which the last is short."""
 TOLERANCE = 1e-5
 """fp32 sums in another order; a few steps of AdamW amplify them little."""

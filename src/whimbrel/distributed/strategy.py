@@ -27,6 +27,7 @@ __all__ = [
     "gradient_sync",
     "reduces_itself",
     "shard_or_replicate",
+    "shards",
     "unwrap",
 ]
 
@@ -64,7 +65,7 @@ def shard_or_replicate(
     layout = world.layout
     if world.mesh is None or config.strategy == "diloco" or reduces_itself(world, config):
         return model
-    if layout.dp_shard > 1 or config.strategy in ("fsdp", "hsdp") or (layout.tp > 1 and layout.dp_replicate > 1):
+    if shards(world, config):
         _fully_shard(model, world, config)
         return model
     if not average_gradients or (layout.dp_replicate == 1 and (config.strategy != "ddp" or layout.world_size > 1)):
@@ -105,9 +106,16 @@ def _fix_buckets(replica: Any) -> None:
         parameter.grad = None
 
 
+def shards(world: World, config: ParallelConfig) -> bool:
+    """Whether parameters are sharded with FSDP2, which also replicates those that tensor parallelism splits."""
+    layout = world.layout
+    is_fsdp = layout.dp_shard > 1 or config.strategy in ("fsdp", "hsdp")
+    return world.mesh is not None and (is_fsdp or (layout.pp == 1 and layout.tp > 1 and layout.dp_replicate > 1))
+
+
 def reduces_itself(world: World, config: ParallelConfig) -> bool:
     """Whether a pipeline averages gradients over replicas itself: DDP cannot reduce two stages of one rank."""
-    return world.layout.pp > 1 and world.layout.dp_shard == 1 and config.strategy not in ("fsdp", "hsdp")
+    return world.layout.pp > 1 and not shards(world, config)
 
 
 def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None:
@@ -119,7 +127,7 @@ def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32),
-        "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
     for block in find_blocks(model):
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)

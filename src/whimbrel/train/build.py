@@ -49,7 +49,7 @@ from whimbrel.distributed.pipeline import (
     stage_indices,
 )
 from whimbrel.distributed.state import is_sharded
-from whimbrel.distributed.strategy import reduces_itself
+from whimbrel.distributed.strategy import reduces_itself, shards
 from whimbrel.model_io import load_model
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
 from whimbrel.models import GPT, GPTConfig
@@ -497,7 +497,9 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, wo
     ties = find_ties(model) if layout.pp > 1 else []
     stages = [model] if layout.pp == 1 else _split_stages(model, config, device, world)
     for stage in stages:
-        stage.to(device)
+        is_plain = all(type(parameter) is nn.Parameter for parameter in stage.parameters())
+        if layout.tp > 1 or not (is_plain and shards(world, config.parallel)):
+            stage.to(device)  # FSDP moves one block at a time: the complete model might not fit
         if layout.tp > 1:
             assert world.mesh is not None
             apply_tensor_parallel(stage, world.mesh["tp"])
