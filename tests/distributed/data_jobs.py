@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -50,6 +51,18 @@ class Regressor(nn.Module):
         return {"loss": (predicted - y).square().mean(), "logits": predicted}
 
 
+class Classifier(nn.Module):
+    """A model that does not declare whether it returns a loss for labels: its first forward pass shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(LENGTH, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.linear(x)
+        return logits if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
+
+
 class Preferences(Objective):
     """A DPO-like objective on pairs of sequences, without labels, with an additional metric."""
 
@@ -70,6 +83,8 @@ def make_model(kind: str, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     if kind == "regressor":
         return Regressor(dropout)
+    if kind == "classifier":
+        return Classifier()
     sizes = {"num_layers": 2, "num_heads": 2, "embd_size": 16, "vocab_size": VOCAB, "context_length": LENGTH}
     return GPT(GPTConfig(**sizes))
 
@@ -79,6 +94,9 @@ def make_examples(count: int, kind: str) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(count)
     if kind == "regressor":
         return [{"x": row, "y": row.sum()} for row in torch.randn(count, LENGTH, generator=generator)]
+    if kind == "classifier":
+        rows = torch.randn(count, LENGTH, generator=generator)
+        return [{"x": row, "labels": (row[0] > 0).long() + (row[1] > 0)} for row in rows]
     ids = torch.randint(0, VOCAB, (2, count, LENGTH), generator=generator)
     if kind == "preferences":
         return [{"chosen": a, "rejected": b} for a, b in zip(*ids, strict=True)]
@@ -139,7 +157,7 @@ def fit(settings: dict[str, Any], arguments: dict[str, Any], alone: bool = False
         "epochs": [entry["epoch"] for entry in state.log_history if "loss" in entry],
         "tokens": state.num_input_tokens_seen,
         "steps": state.max_steps,
-        "weights": sum(float(_full(value).double().square().sum()) for value in weights.values()),
+        "weights": [float(_full(value).double().square().sum()) for value in weights.values() if not value.is_meta],
     }
     if trainer.eval_dataset is not None:
         found["eval"] = trainer.evaluate()
@@ -180,8 +198,8 @@ def refused(kind: str, folder: str) -> str:
 
 
 def resume(settings: dict[str, Any], arguments: dict[str, Any]) -> tuple[list[float], list[float], str]:
-    """Train from the newest checkpoint, if there is one; returns losses, epochs, and where it was resumed."""
-    trainer = make_trainer(settings, world=None, **arguments)
+    """Train from the newest checkpoint, if `resume` is set; returns losses, epochs, and where it was resumed."""
+    trainer = make_trainer(settings, **arguments)
     try:
         trainer.train(resume_from_checkpoint=True if settings.get("resume") else None)
     except WhimbrelError as error:
@@ -189,6 +207,22 @@ def resume(settings: dict[str, Any], arguments: dict[str, Any]) -> tuple[list[fl
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     resumed = "" if trainer.resumed_from is None else trainer.resumed_from.name
     return [entry["loss"] for entry in history], [entry["epoch"] for entry in history], resumed
+
+
+def resume_with_messages(settings: dict[str, Any], arguments: dict[str, Any]) -> tuple[str, list[str], list[float]]:
+    """Where `resume` resumed, what it said about random numbers, and random numbers after it."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("whimbrel.train.random_state")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        return resume(settings, arguments)[2], messages, torch.rand(2).tolist()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def train_tokens(table: dict[str, Any], steps: int) -> tuple[list[float], float, int, str]:

@@ -129,9 +129,11 @@ CELLS: list[tuple[int, dict[str, Any]]] = [
     (3, {"source": "iterable"}),
     (2, {"source": "DataLoader", "count": 26}),
     (2, {"kind": "regressor", "metrics": False}),
+    (2, {"kind": "classifier"}),
     (2, {"kind": "preferences"}),
     (2, {"kind": "preferences", "parallel": {"strategy": "fsdp"}}),
     (4, {"parallel": {"tp": 2}}),
+    (4, {"parallel": {"pp": 2}, "metrics": False}),
 ]
 
 
@@ -160,7 +162,8 @@ def test_ranks_train_like_one_process_with_larger_batches(
         torch.testing.assert_close(
             torch.tensor(found["curve"]), torch.tensor(alone["curve"]), rtol=TOLERANCE, atol=TOLERANCE
         )
-        assert found["weights"] == pytest.approx(alone["weights"], rel=TOLERANCE)
+        if "pp" not in parallel:  # whose ranks have some of the weights
+            assert found["weights"] == pytest.approx(alone["weights"], rel=TOLERANCE, abs=TOLERANCE)
         assert (found["steps"], found["tokens"]) == (alone["steps"], alone["tokens"])
         assert found["epochs"][-1] == alone["epochs"][-1] == 2.0
         assert found.get("eval") == ranks[0].get("eval")
@@ -236,6 +239,20 @@ def test_other_ranks_continue_the_curve(pool: Pool, tmp_path: Path, source: str)
         assert epochs == alone["epochs"]
 
 
+def test_random_numbers_of_other_ranks_are_seeded_anew(pool: Pool, tmp_path: Path) -> None:
+    """Differently on every data rank, the same each time, and rank 0 says so."""
+    settings = {"kind": "regressor", "dropout": 0.3}
+    arguments = {**RUN, "max_steps": 3, "output_dir": str(tmp_path)}
+    pool.run(2, jobs.resume, settings, {**arguments, "per_device_train_batch_size": 3})
+    arguments |= {"per_device_train_batch_size": 2}
+    first, again = (pool.run(3, jobs.resume_with_messages, {**settings, "resume": True}, arguments) for _ in range(2))
+    assert first == again
+    assert [name for name, _, _ in first] == ["step-00000003"] * 3
+    assert [len(messages) for _, messages, _ in first] == [1, 0, 0]
+    assert "saved by 2 ranks, this run has 3 (dp_replicate=3): random numbers continue from seed" in first[0][1][0]
+    assert len({tuple(numbers) for _, _, numbers in first}) == 3
+
+
 def test_epochs_are_not_continued_with_other_samples_per_step(pool: Pool, tmp_path: Path) -> None:
     arguments = {**RUN, "per_device_train_batch_size": 2, "output_dir": str(tmp_path)}
     pool.run(2, jobs.resume, {}, {**arguments, "max_steps": 3})
@@ -265,8 +282,8 @@ def test_token_runs_keep_their_tokens_per_step(pool: Pool, shards: Path, tmp_pat
 
     expected = jobs.train_tokens(table("one"), 8)
     jobs.train_tokens(table("ranks", micro_batch=6), 2)
-    for ranks, steps, train in ((4, 4, {}), (3, 6, {"micro_batch": 2}), (2, 8, {})):
-        results = pool.run(ranks, jobs.train_tokens, table("ranks", **train), steps)
+    for ranks, steps in ((4, 4), (3, 6), (2, 8)):
+        results = pool.run(ranks, jobs.train_tokens, table("ranks"), steps)
         for losses, _, tokens, error in results:
             assert error == ""
             assert losses == pytest.approx(expected[0][:steps], rel=TOLERANCE)
