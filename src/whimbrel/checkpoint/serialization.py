@@ -42,8 +42,8 @@ def pack(state: Any) -> tuple[dict[str, Tensor | Gathered], Any]:
 
     def add(tensor: Tensor | Gathered, path: str) -> dict[str, str]:
         if isinstance(tensor, Gathered):
-            tensors[path] = tensor
-            return {"tensor": path}
+            tensors.setdefault(name := names.setdefault((id(tensor),), path), tensor)
+            return {"tensor": name}
         storable = tensor.layout is torch.strided and not tensor.is_meta and _dtype_name(tensor) in DTYPES
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or not storable:
             raise _unsupported(path, f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "first_names",
     "full_state",
     "full_tensor",
+    "gathered_state",
     "has_parts",
     "is_sharded",
     "load_full_",
@@ -149,34 +151,53 @@ def has_parts(model: nn.Module) -> bool:
     return any(is_sharded(parameter) or parameter.is_meta for parameter in model.parameters())
 
 
-def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather tensors one by one to the host memory of rank 0, shared ones once; other ranks get nothing.
+def gathered_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor | Gathered]:
+    """A state of which other ranks have parts, with tensors to be gathered to rank 0; shared ones are one object.
 
     Those of other pipeline stages are meta tensors in `state`. A state without parts is returned unchanged.
     """
     if not any(is_sharded(tensor) or tensor.is_meta for tensor in state.values()):
         return dict(state)
-    orders, rank, names, gathered = row_orders(model), dist.get_rank(), first_names(model), dict[str, Tensor]()
-    owned: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(owned, [name for name, tensor in state.items() if not tensor.is_meta])
-    sources = {name: source for source in reversed(range(len(owned))) for name in owned[source]}
+    orders, names, found = row_orders(model), first_names(model), dict[str, Tensor | Gathered]()
+    has_stages = any(tensor.is_meta for tensor in state.values())
+    owned = [name for name, tensor in state.items() if not tensor.is_meta]
+    sources = cache(partial(_first_owners, owned)) if has_stages else dict[str, int]
     for name, tensor in state.items():
-        if (first := names.get(name, name)) != name and first in state:
-            if rank == 0:
-                gathered[name] = gathered[first]
-            continue
-        full = None if tensor.is_meta else full_tensor(tensor, orders.get(name))
-        source = sources[name]
-        if source != 0 and rank == source:
-            assert full is not None
-            dist.send(full.cpu().contiguous(), 0)
-        elif source != 0 and rank == 0:
-            full = torch.empty(tensor.shape, dtype=tensor.dtype)
-            dist.recv(full, source)
-        if rank == 0:
-            assert full is not None
-            gathered[name] = full.cpu() if full is not tensor else tensor
-    return gathered
+        gather = partial(_gather, name, tensor, orders.get(name), sources)
+        new = Gathered(tensor.shape, tensor.dtype, tensor.is_cuda, gather)
+        found[name] = found.get(names.get(name, name), new)
+    return found
+
+
+def full_state(state: Mapping[str, Tensor | Gathered]) -> dict[str, Tensor]:
+    """Gather the tensors of a state one by one to the host memory of rank 0; other ranks get nothing."""
+    if not any(isinstance(tensor, Gathered) for tensor in state.values()):
+        return dict(state)  # type: ignore[arg-type]
+    is_main, gathered = dist.get_rank() == 0, dict[int, Any]()
+    for tensor in state.values():
+        if id(tensor) not in gathered:
+            full = tensor.gather() if isinstance(tensor, Gathered) else tensor
+            gathered[id(tensor)] = full.cpu() if is_main and full is not None else None
+    return {name: gathered[id(tensor)] for name, tensor in state.items()} if is_main else {}
+
+
+def _first_owners(owned: list[str]) -> dict[str, int]:
+    """The first rank that has each tensor."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, owned)
+    return {name: rank for rank in reversed(range(len(names))) for name in names[rank]}
+
+
+def _gather(name: str, tensor: Tensor, order: Tensor | None, sources: Callable[[], Mapping[str, int]]) -> Tensor | None:
+    full = None if tensor.is_meta else full_tensor(tensor, order)
+    source, rank = sources().get(name, 0), dist.get_rank()
+    if source != 0 and rank == source:
+        assert full is not None
+        dist.send(full.cpu().contiguous(), 0)
+    elif source != 0 and rank == 0:
+        full = torch.empty(tensor.shape, dtype=tensor.dtype)
+        dist.recv(full, source)
+    return full
 
 
 def load_full_(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -40,7 +40,7 @@ from whimbrel.checkpoint import (
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
 from whimbrel.distributed import DiLoCo, World, unwrap
-from whimbrel.distributed.state import first_names, full_state, has_parts, load_full_
+from whimbrel.distributed.state import Gathered, first_names, full_state, gathered_state, has_parts, load_full_
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT
 from whimbrel.precision import MixedPrecision, QuantizedWeight
@@ -126,7 +126,7 @@ class CheckpointMixin(ABC):
         target = self.config.output_dir if output_dir is None else Path(output_dir)
         with self._outer_parameters():
             component = model_state(self.unwrapped_model(), self.processing_class)
-            state = component.state_dict()  # all ranks have parts of it, and rank 0 writes it
+            state = full_state(component.state_dict())  # all ranks have parts of it, and rank 0 writes it
         if self.world.is_main:
             export_model(component, state, target, overwrite=self.config.overwrite_output_dir)
 
@@ -380,9 +380,9 @@ class GPTState:
     def __init__(self, model: GPT, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor | Gathered]:
         """Parameters; tied parameters appear once, quantized ones as codes and scales."""
-        return full_state(self._model, weight_state_dict(self._model))
+        return gathered_state(self._model, weight_state_dict(self._model))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy parameters in place."""
@@ -409,9 +409,9 @@ class ModuleState:
     def __init__(self, model: nn.Module, processing_class: Any) -> None:
         self._model, self._processing_class = model, processing_class
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor | Gathered]:
         """Parameters and buffers."""
-        return full_state(self._model, self._model.state_dict())
+        return gathered_state(self._model, self._model.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore parameters and buffers."""
@@ -515,9 +515,9 @@ class AdapterState(ModuleState):
     IGNORED = ("inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "task_type")
     """Entries of `adapter_config.json` that do not change what an adapter computes."""
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor | Gathered]:
         """Trainable parameters and buffers."""
-        return full_state(self._model, self._saved())
+        return gathered_state(self._model, self._saved())
 
     def _saved(self) -> dict[str, Tensor]:
         buffers = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
