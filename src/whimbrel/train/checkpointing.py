@@ -209,6 +209,11 @@ class CheckpointMixin(ABC):
         """The parameters to evaluate and save: under DiLoCo, those that all workers have in common."""
         return contextlib.nullcontext() if self._outer is None else self._outer.outer_parameters()
 
+    def _start_outer(self) -> None:
+        """After a rollback, continue from the outer parameters that were loaded."""
+        if self._outer is not None:
+            self._outer.start()
+
     def _finish_outer(self) -> None:
         """At the end of training, leave the parameters that were saved in the model."""
         if self._outer is not None:

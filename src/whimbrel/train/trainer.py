@@ -696,8 +696,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         components = [c for c in self.get_state_components() if c.key not in ("dataset", "rng")]
         epoch = self.state.raw_epoch
         manager.load(components, manager.current() or self.resumed_from)
-        if self._outer is not None:
-            self._outer.start()
+        self._start_outer()
         self.state.raw_epoch = epoch
         self.state.epoch_start_step = min(self.state.epoch_start_step, self.state.global_step)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False

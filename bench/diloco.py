@@ -1,0 +1,164 @@
+"""DiLoCo compared with DDP: held-out loss after equal tokens, and bytes sent by each worker.
+
+    torchrun --standalone --nproc-per-node 4 bench/diloco.py --text TEXT_OR_PARQUET --out bench/results/diloco.json
+
+Both runs have the same initial weights, batches and schedule. Bytes are counted in the collective operations of the
+run (gradients, parameter deltas, losses, control), as in a ring: an all-reduce of b bytes sends 2 (n - 1) / n b.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from record import record
+from whimbrel.data.prepare import prepare
+from whimbrel.data.sources import iter_documents
+from whimbrel.distributed import ParallelConfig, join_world
+from whimbrel.tokenization import train_tokenizer
+from whimbrel.train import Trainer, TrainerCallback
+from whimbrel.train.callbacks import ProgressCallback
+from whimbrel.train.config import build_run_config
+
+SEQUENCE, VOCABULARY = 32, 512
+MODEL = {
+    "context_length": SEQUENCE, "vocab_size": VOCABULARY, "num_layers": 2, "embd_size": 48, "num_heads": 4,
+    "mlp_size": 96, "position": "rope", "norm": "rms", "gated_mlp": True, "activation": "silu", "bias": "none",
+}  # fmt: skip
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "diloco": {
+        "strategy": "diloco", "sync_every": 50, "outer_lr": 1.0, "outer_momentum": 0.0, "delta_dtype": "int8",
+    },
+}  # fmt: skip
+
+
+class Counter:
+    """Bytes that this rank sent."""
+
+    sent = 0.0
+
+    def wrap(self, function: Callable[..., Any], argument: int, factor: Callable[[int], float]) -> Callable[..., Any]:
+        """`function`, counting its argument number `argument`."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.sent += factor(dist.get_world_size()) * args[argument].nbytes
+            return function(*args, **kwargs)
+
+        return counted
+
+
+COUNTER = Counter()
+
+
+def count_collectives() -> None:
+    """Count the operations that the trainer calls; those of DDP are counted by a hook."""
+    c10d: Any = dist.distributed_c10d
+    for name, argument, factor in (
+        ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
+        ("all_to_all_single", 1, lambda n: (n - 1) / n),
+        ("all_gather_into_tensor", 1, lambda n: n - 1),
+        ("all_gather", 1, lambda n: n - 1),
+        ("broadcast", 0, lambda n: 1.0),
+    ):
+        counted = COUNTER.wrap(getattr(c10d, name), argument, factor)
+        setattr(c10d, name, counted)
+        setattr(dist, name, counted)
+
+
+def ddp_hook(counter: Counter, bucket: Any) -> Any:
+    """The all-reduce of DDP."""
+    ranks = dist.get_world_size()
+    counter.sent += 2 * (ranks - 1) / ranks * bucket.buffer().nbytes
+    return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+
+class CountingTrainer(Trainer):
+    """Counts the gradients that DDP reduces."""
+
+    def _prepare_model(self) -> None:
+        super()._prepare_model()
+        if isinstance(self.model, DistributedDataParallel) and not hasattr(self, "hooked"):
+            self.hooked = True
+            # DDP refuses the annotation of a hook if it is a string.
+            self.model.register_comm_hook(COUNTER, lambda counter, bucket: ddp_hook(counter, bucket))
+
+
+class Evaluations(TrainerCallback):
+    """Held-out losses."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_evaluate(self, **event: Any) -> None:
+        """Record the loss."""
+        self.losses[event["state"].global_step] = event["metrics"]["eval_loss"]
+
+
+def run(name: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Train with one strategy."""
+    table = {
+        "output_dir": str(folder / name), "model": MODEL, "data": {"path": str(folder / "shards"), "shuffle_seed": 1},
+        "train": {"steps": steps, "tokens_per_step": 64 * SEQUENCE, "micro_batch": 16, "device": "cpu", "clip": 1.0},
+        "validation": {"every": steps // 5, "tokens": 16384}, "checkpoint": {"at_end": False},
+        "optim": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        "schedule": {"name": "cosine", "warmup_steps": 50, "min_lr_ratio": 0.1},
+        "log": {"tensorboard": False}, "parallel": STRATEGIES[name],
+    }  # fmt: skip
+    COUNTER.sent, evaluations = 0.0, Evaluations()
+    progress = ProgressCallback(Console(file=io.StringIO()), plain=True)
+    trainer = CountingTrainer.from_config(build_run_config(table), callbacks=[progress, evaluations])
+    trainer.train()
+    model = trainer.unwrapped_model()
+    return {
+        "settings": STRATEGIES[name],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "eval_loss": evaluations.losses,
+        "bytes_sent": COUNTER.sent,
+        "bytes_per_step": COUNTER.sent / steps,
+    }
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    world = join_world(ParallelConfig(), "cpu")
+    folder = Path(world.broadcast(tempfile.mkdtemp()))
+    if world.is_main:
+        documents = list(iter_documents([args.text]))
+        tokenizer = train_tokenizer(documents[:200], VOCABULARY)
+        prepare([args.text], folder / "shards", tokenizer, name="text", val_tokens=50_000)
+    dist.barrier()
+    count_collectives()
+    results = {name: run(name, folder, args.steps) for name in STRATEGIES}
+    if world.is_main:
+        losses = {name: result["eval_loss"][args.steps] for name, result in results.items()}
+        summary = {
+            "loss_ratio": losses["diloco"] / losses["ddp"],
+            "traffic_ratio": results["ddp"]["bytes_sent"] / results["diloco"]["bytes_sent"],
+            "workers": world.size, "steps": args.steps, "sync_every": 50,
+        }  # fmt: skip
+        print(summary, losses, flush=True)
+        record("diloco", {**summary, **results}, args.out)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
