@@ -121,7 +121,9 @@ def train(folder: Path, shards: Path, settings: dict[str, Any], stop_after: int 
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"fragments": 2, "delta_dtype": "int8"}, {"delta_rank": 2}], ids=["fp32", "fragments-int8", "rank"]
+    "settings",
+    [{"outer_lr": 0.7, "outer_momentum": 0.9}, {"fragments": 2, "delta_dtype": "int8"}, {"delta_rank": 2}],
+    ids=["fp32", "fragments-int8", "rank"],
 )
 def test_a_resumed_run_equals_the_unbroken_one(
     pool: Pool, shards: Path, tmp_path: Path, settings: dict[str, Any]

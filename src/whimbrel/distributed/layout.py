@@ -57,10 +57,10 @@ class ParallelConfig:
     """Seconds before a collective operation that waits for a missing rank fails."""
     sync_every: int = 50
     """diloco: inner steps between two synchronizations."""
-    outer_lr: float = 0.7
-    """diloco: learning rate of the outer Nesterov optimizer."""
-    outer_momentum: float = 0.9
-    """diloco: momentum of the outer Nesterov optimizer."""
+    outer_lr: float = 1.0
+    """diloco: learning rate of the outer Nesterov optimizer; 1 without momentum averages the workers."""
+    outer_momentum: float = 0.0
+    """diloco: momentum of the outer Nesterov optimizer; the paper uses 0.9 with outer_lr = 0.7 in long runs."""
     fragments: int = 1
     """diloco: parts of the model that are synchronized in turn (Streaming DiLoCo); 1: all at once."""
     delta_dtype: Literal["int8"] | None = None
