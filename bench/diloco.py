@@ -63,7 +63,7 @@ COUNTER = Counter()
 
 
 def count_collectives() -> None:
-    """Count the operations that the trainer calls; those of DDP are counted by a hook."""
+    """Count the operations that are called from Python; DDP calls them in a hook."""
     c10d: Any = dist.distributed_c10d
     for name, argument, factor in (
         ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
@@ -77,13 +77,6 @@ def count_collectives() -> None:
         setattr(dist, name, counted)
 
 
-def ddp_hook(counter: Counter, bucket: Any) -> Any:
-    """The all-reduce of DDP."""
-    ranks = dist.get_world_size()
-    counter.sent += 2 * (ranks - 1) / ranks * bucket.buffer().nbytes
-    return allreduce_hook(None, bucket)  # type: ignore[arg-type]
-
-
 class CountingTrainer(Trainer):
     """Counts the gradients that DDP reduces."""
 
@@ -91,8 +84,7 @@ class CountingTrainer(Trainer):
         super()._prepare_model()
         if isinstance(self.model, DistributedDataParallel) and not hasattr(self, "hooked"):
             self.hooked = True
-            # DDP refuses the annotation of a hook if it is a string.
-            self.model.register_comm_hook(COUNTER, lambda counter, bucket: ddp_hook(counter, bucket))
+            self.model.register_comm_hook(None, allreduce_hook)  # calls the all_reduce that is counted
 
 
 class Evaluations(TrainerCallback):
@@ -106,11 +98,14 @@ class Evaluations(TrainerCallback):
         self.losses[event["state"].global_step] = event["metrics"]["eval_loss"]
 
 
-def run(name: str, folder: Path, steps: int) -> dict[str, Any]:
+def run(name: str, folder: Path, steps: int, micro_batch: int) -> dict[str, Any]:
     """Train with one strategy."""
     table = {
         "output_dir": str(folder / name), "model": MODEL, "data": {"path": str(folder / "shards"), "shuffle_seed": 1},
-        "train": {"steps": steps, "tokens_per_step": 64 * SEQUENCE, "micro_batch": 16, "device": "cpu", "clip": 1.0},
+        "train": {
+            "steps": steps, "tokens_per_step": dist.get_world_size() * micro_batch * SEQUENCE,
+            "micro_batch": micro_batch, "device": "cpu", "clip": 1.0,
+        },
         "validation": {"every": steps // 5, "tokens": 16384}, "checkpoint": {"at_end": False},
         "optim": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
         "schedule": {"name": "cosine", "warmup_steps": 50, "min_lr_ratio": 0.1},
@@ -135,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--micro-batch", type=int, default=128, help="sequences per worker and step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -146,13 +142,14 @@ def main() -> None:
         prepare([args.text], folder / "shards", tokenizer, name="text", val_tokens=50_000)
     dist.barrier()
     count_collectives()
-    results = {name: run(name, folder, args.steps) for name in STRATEGIES}
+    results = {name: run(name, folder, args.steps, args.micro_batch) for name in STRATEGIES}
     if world.is_main:
         losses = {name: result["eval_loss"][args.steps] for name, result in results.items()}
         summary = {
             "loss_ratio": losses["diloco"] / losses["ddp"],
             "traffic_ratio": results["ddp"]["bytes_sent"] / results["diloco"]["bytes_sent"],
             "workers": world.size, "steps": args.steps, "sync_every": 50,
+            "tokens_per_worker_and_step": args.micro_batch * SEQUENCE,
         }  # fmt: skip
         print(summary, losses, flush=True)
         record("diloco", {**summary, **results}, args.out)

@@ -64,7 +64,8 @@ def main() -> None:
         flops = 8 * work.parameters * work.tokens * work.micro_batches / (layout.tp * layout.pp)
         sent = {name: size for name, size in traffic(work, layout, config.parallel).items() if size}
         print(
-            f"| {preset} | {ranks:,} | {layout} | {memory.accumulation} x {micro_batch} | {format_bytes(memory.peak)} | "
+            f"| {preset} | {ranks:,} | {layout} | {memory.accumulation} x {micro_batch} | "
+            f"{format_bytes(memory.peak)} | "
             f"{', '.join(f'{name} {size / 1e9:.0f}' for name, size in sent.items())} | {seconds:.2f} | "
             f"{config.tokens_per_step / seconds / 1e6:.2f} | {flops / NETWORK.flops / seconds:.0%} |",
             flush=True,

@@ -144,9 +144,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-    """Reduce gradients over ranks in the backward pass of the last micro-batch only."""
-    if (set_sync := getattr(model, "set_requires_gradient_sync", None)) is not None:  # FSDP2
-        set_sync(last)
+    """Reduce gradients over replicas in the backward pass of the last micro-batch only.
+
+    Shards are reduced in every backward pass: until then, each rank would hold the gradients of the complete model.
+    """
+    if (set_all_reduce := getattr(model, "set_requires_all_reduce", None)) is not None:  # FSDP2
+        set_all_reduce(last)
     elif not last and (no_sync := getattr(model, "no_sync", None)) is not None:  # DDP
         return no_sync()  # type: ignore[no-any-return]
     return contextlib.nullcontext()
