@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.distributed
+import torch.multiprocessing
 from torch import Tensor, nn
 
 from record import record
 from whimbrel.optim import GaLoreWarm, project_in_backward
 
 RANKS = 2
+dist: Any = torch.distributed  # its functions are replaced to count
+mp: Any = torch.multiprocessing
 
 
 def run(rank: int, store: str, width: int, low_rank: int, gap: int, results: Any) -> None:
@@ -66,7 +68,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
             results = manager.dict()
             mp.spawn(run, (f"{folder}/store", width, low_rank, gap, results), nprocs=RANKS)
-            row = {"width": width, "rank": low_rank, "gap": gap, **results}
+            row: dict[str, Any] = {"width": width, "rank": low_rank, "gap": gap, **results}
         row["share"] = row["projected"] / row["ddp"]
         print(f"width {width}, rank {low_rank}: {row['share']:.1%} of DDP, r/n {row['r/n']:.1%}")
         found.append(row)
