@@ -50,13 +50,18 @@ class HasBlocks(Protocol):
         """The blocks, first to last."""
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of a model: `model.blocks` if present, else the ModuleList with the most parameters."""
+def find_blocks(model: nn.Module, *, optional: bool = False) -> list[nn.Module]:
+    """The transformer blocks of a model: `model.blocks` if present, else the ModuleList with the most parameters.
+
+    A model without blocks raises ConfigError, or has none if they are `optional`.
+    """
     if isinstance(model, HasBlocks):
         return list(model.blocks)
     stacks: list[nn.ModuleList] = [
         module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)
     ]
+    if not stacks and optional:
+        return []
     if not stacks:
         raise ConfigError(
             f"{type(model).__name__} has no blocks: activation checkpointing and per-block "

@@ -129,8 +129,9 @@ def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32),
         "offload_policy": CPUOffloadPolicy(mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
-    for block in find_blocks(model):
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    reshard = config.reshard_after_forward and world.layout.dp_shard > 1  # one shard is the complete parameter
+    for block in find_blocks(model, optional=True):
+        fully_shard(block, reshard_after_forward=reshard, **options)
     # What is left in the root (embedding, final norm, head) is used at both ends of the forward pass, and the backward
     # pass starts with it: freeing it in between would only cost an all-gather.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -161,13 +162,16 @@ def gradient_norm(parameters: Iterable[Tensor], world: World) -> Tensor:
     for parameter in parameters:
         if (grad := parameter.grad) is not None and not hasattr(parameter, "is_copy"):
             groups.setdefault(_placement(grad), []).append(grad)
-    norms: list[Any] = [nn.utils.get_total_norm(grads) for grads in groups.values()]
-    norms = [norm.full_tensor() if _placement(norm) is not None else norm for norm in norms]
-    norm: Tensor
-    if len(norms) == 1 and world.layout.pp == 1:
-        (norm,) = norms
-        return norm
-    square = torch.stack(norms).square().sum()
+    if set(groups) == {None} and world.layout.pp == 1:
+        return nn.utils.get_total_norm(groups[None])
+    # Sums over local shards: the same arithmetic on DTensors takes several times as long on the host.
+    squares = []
+    for placement, grads in groups.items():
+        squares.append(nn.utils.get_total_norm([_local(grad) for grad in grads]).square())
+        for dim, kind in enumerate(() if placement is None else placement[1]):
+            if not kind.is_replicate():
+                dist.all_reduce(squares[-1], group=placement[0].get_group(dim))
+    square = torch.stack(squares).sum()
     if world.layout.pp > 1:
         assert world.mesh is not None
         dist.all_reduce(square, group=world.mesh["pp"].get_group())
@@ -183,8 +187,14 @@ def clip_gradients_(parameters: Sequence[Tensor], max_norm: float, norm: Tensor)
     for parameter in parameters:
         grad: Any = parameter.grad
         if grad is not None:
-            local = grad.to_local() if _placement(grad) is not None else grad
+            local = _local(grad)
             local.mul_(factor.to(local.device))
+
+
+def _local(tensor: Any) -> Tensor:
+    """The part of a DTensor on this rank; a regular tensor itself."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return local
 
 
 def _placement(tensor: Any) -> Any:
