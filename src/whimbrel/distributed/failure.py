@@ -194,7 +194,7 @@ def meet(store: Store, rank: int, size: int, timeout: float) -> str:
         time.sleep(0.01)
     if missing:
         ranks = ", ".join(map(str, sorted(missing)))
-        raise ParallelError(f"no connection to rank {ranks} within parallel.timeout = {timeout:g} s: check its output")
+        raise ParallelError(f"no connection to rank {ranks} within {timeout:g} s: check its output")
     return name
 
 

@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Set by torchrun for every process."""
+START_SECONDS = 120.0
+"""Processes may start this far apart, also with a shorter `parallel.timeout`."""
 
 
 class World:
@@ -249,8 +251,9 @@ def _init_process_group(config: ParallelConfig, device_type: str, size: int) -> 
         return
     rank = int(os.environ["RANK"])
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-        name = meet(store, rank, size, config.timeout)
+        patience = max(config.timeout, START_SECONDS)
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
+        name = meet(store, rank, size, patience)
         watch_peers(name, rank, config.timeout)
         store = PrefixStore(name, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
