@@ -1,7 +1,7 @@
 """A pool of processes for tests on several ranks.
 
-Starting Python and importing torch takes seconds, so the processes live as long as the test session, and a job only
-opens a process group in some of them.
+Starting Python and importing torch takes seconds, so the processes live as long as the test session. Jobs with the same
+number of ranks in a row also share their process group and device meshes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Pool:
     def __init__(self, folder: Path) -> None:
         self._folder, self._jobs = folder, 0
         self._workers: list[tuple[mp.Process, Connection]] = []
+        self._groups: list[str] = []
+        """The store of the process group that each worker is in."""
 
     def run(self, world_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `job(*args)` on every rank with torch.distributed initialized; returns the results by rank.
@@ -46,9 +48,14 @@ class Pool:
             process = context.Process(target=_work, args=(there,), daemon=True)
             process.start()
             self._workers.append((process, here))
+            self._groups.append("")
         self._jobs += 1
-        store = str(self._folder / f"store-{self._jobs}")
-        workers = self._workers[:world_size]
+        workers, store = self._workers[:world_size], self._groups[0]
+        if [index for index, group in enumerate(self._groups) if group == store] != list(
+            range(world_size)
+        ) or not store:
+            store = str(self._folder / f"store-{self._jobs}")
+        self._groups[:world_size] = [store] * world_size
         for rank, (_, pipe) in enumerate(workers):
             pipe.send((store, rank, world_size, job, args))
         results: dict[int, Any] = {}
@@ -72,35 +79,41 @@ class Pool:
             pipe.close()
             process.kill()
             process.join()
-        self._workers = []
+        self._workers, self._groups = [], []
 
 
 def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    current = None
     while True:
         try:
             store, rank, world_size, job, args = pipe.recv()
         except EOFError:
             return
         try:
-            file_store = dist.FileStore(store, world_size)
-            dist.init_process_group(
-                "gloo", store=file_store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
-            )
-            try:
-                result = job(*args)
-                dist.barrier()
-            finally:
-                dist.destroy_process_group()
-                _free_groups()
+            if store != current:
+                _join(store, rank, world_size)
+                current = store
+            result = job(*args)
+            dist.barrier()
         except Exception:
             pipe.send((traceback.format_exc(), None))
         else:
             pipe.send((None, result))
 
 
+def _join(store: str, rank: int, world_size: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        _free_groups()
+    file_store = dist.FileStore(store, world_size)
+    dist.init_process_group(
+        "gloo", store=file_store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
+    )
+
+
 def _free_groups() -> None:
-    """Free the process groups of the last job: each has three threads, which wake up 100 times a second.
+    """Free the process groups of earlier jobs: each has three threads, which wake up 100 times a second.
 
     DTensor's caches keep device meshes, and with them their groups.
     """
