@@ -84,7 +84,9 @@ def error_of_run(folder: Path, ranks: int, changes: dict[str, Any]) -> str:
     return "no error"
 
 
-def train_adapter(folder: Path, ranks: int, strategy: str | None, format_name: str | None) -> Run:
+def train_adapter(
+    folder: Path, ranks: int, strategy: str | None, format_name: str | None, resume: str | None = None
+) -> Run:
     """LoRA on a frozen Llama, whose linears are quantized to `format_name` (QLoRA)."""
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -99,11 +101,11 @@ def train_adapter(folder: Path, ranks: int, strategy: str | None, format_name: s
     ids = torch.randint(0, 64, (64, 9), generator=torch.Generator().manual_seed(3))
     args = TrainingArguments(
         output_dir=str(folder / "adapter"), max_steps=6, per_device_train_batch_size=8 // ranks, learning_rate=1e-2,
-        use_cpu=True, logging_steps=1, save_strategy="no", lr_scheduler_type="constant", max_grad_norm=0.2,
-        disable_tqdm=True,
+        use_cpu=True, logging_steps=1, save_strategy="steps", save_steps=3, lr_scheduler_type="constant",
+        max_grad_norm=0.2, disable_tqdm=True,
     )  # fmt: skip
     config = replace(to_config(args), parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
     rows = [{"input_ids": row, "labels": row} for row in ids]
     trainer = Trainer(config, peft.get_peft_model(model, lora), train_dataset=rows)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return finished_run(trainer)

@@ -124,8 +124,13 @@ def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None
     assert world.mesh is not None
     mesh = world.mesh["dp_replicate", "dp_shard"] if world.layout.dp_replicate > 1 else world.mesh["dp_shard"]
     dtype = None if config.param_dtype is None else DTYPES[config.param_dtype]
+    # FSDP2 would store shards of quantized weights unquantized, so frozen ones stay complete on every rank.
+    quantized = {parameter for parameter in model.parameters() if hasattr(parameter, "codes")}
+    if any(parameter.requires_grad for parameter in quantized):
+        raise ConfigError("fsdp cannot shard weights that are trained quantized (train.weight_dtype): use ddp")
     options: dict[str, Any] = {
         "mesh": mesh,
+        "ignored_params": quantized,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32),
         "offload_policy": CPUOffloadPolicy(mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy(),
     }

@@ -40,7 +40,15 @@ from whimbrel.checkpoint import (
 from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
 from whimbrel.distributed import DiLoCo, World, unwrap
-from whimbrel.distributed.state import Gathered, first_names, full_state, gathered_state, has_parts, load_full_
+from whimbrel.distributed.state import (
+    Gathered,
+    first_names,
+    full_state,
+    full_tensor,
+    gathered_state,
+    has_parts,
+    load_full_,
+)
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
 from whimbrel.models import GPT
 from whimbrel.precision import MixedPrecision, QuantizedWeight
@@ -57,6 +65,8 @@ from whimbrel.train.step import Scheduler
 __all__ = ["CheckpointMixin", "check_savable", "model_state"]
 
 logger = logging.getLogger(__name__)
+
+_base_fingerprints: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 REQUIRED_STATE = ("global_step", "epoch_start_step", "raw_epoch", "num_input_tokens_seen", "total_flos")
 """Fields of TrainerState that a resume needs."""
@@ -407,16 +417,24 @@ class GPTState:
 
 
 class ModuleState:
-    """Any `nn.Module`: its state dict in one safetensors file."""
+    """Any `nn.Module`: its state dict in one safetensors file.
+
+    `save_directory` may run in another thread while the model trains, so it must not call `model.state_dict()`: under
+    FSDP2 that reshards the parameters that the forward pass is using.
+    """
 
     FILE = "model.safetensors"
 
     def __init__(self, model: nn.Module, processing_class: Any) -> None:
         self._model, self._processing_class = model, processing_class
+        self._written_names: list[str] = []
+        """Names of the saved tensors, shared ones once."""
 
     def state_dict(self) -> dict[str, Tensor | Gathered]:
         """Parameters and buffers."""
-        return gathered_state(self._model, self._model.state_dict())
+        state = self._saved()
+        self._written_names = self._without_duplicates(state)
+        return gathered_state(self._model, state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore parameters and buffers."""
@@ -431,7 +449,7 @@ class ModuleState:
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write one file; shared tensors are written once."""
         folder.mkdir(exist_ok=True)
-        write_tensors(folder / self.FILE, self._without_duplicates(state))
+        write_tensors(folder / self.FILE, {name: state[name] for name in self._written_names})
         _save_processing_class(self._processing_class, folder)
 
     def load_directory(self, folder: Path) -> None:
@@ -448,15 +466,15 @@ class ModuleState:
         """The tensors that are saved, of which other ranks may have parts."""
         return dict(self._model.state_dict())
 
-    def _without_duplicates(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`state` with each shared tensor once, under its first name."""
+    def _without_duplicates(self, state: Mapping[str, Tensor]) -> list[str]:
+        """The names in `state`, of each shared tensor only the first."""
         seen: set[int] = set()
         names = []
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if name in state and id(tensor) not in seen:
                 names.append(name)
                 seen.add(id(tensor))
-        return {name: state[name] for name in names}
+        return names
 
 
 class PretrainedState(ModuleState):
@@ -501,6 +519,15 @@ class PretrainedState(ModuleState):
 class ThirdPartyState(ModuleState):
     """A model with a third-party `save_pretrained`: its files plus our safetensors file of the weights."""
 
+    def state_dict(self) -> dict[str, Tensor | Gathered]:
+        """Parameters and buffers."""
+        if has_parts(self._model):
+            raise ConfigError(
+                f"{type(self._model).__name__}.save_pretrained cannot write parameters that are spread over ranks: use "
+                "parallel.strategy = ddp"
+            )
+        return super().state_dict()
+
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Call the model's `save_pretrained`, then write `model.safetensors` with `state`, which resume loads."""
         folder.mkdir(exist_ok=True)
@@ -522,7 +549,9 @@ class AdapterState(ModuleState):
 
     def state_dict(self) -> dict[str, Tensor | Gathered]:
         """Trainable parameters and buffers."""
-        return gathered_state(self._model, self._saved())
+        self._fingerprint = self._base_fingerprint()  # here, where all ranks take part
+        self._base_state = {} if has_parts(self._model) else self._model.state_dict()
+        return super().state_dict()
 
     def _saved(self) -> dict[str, Tensor]:
         buffers = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
@@ -535,9 +564,9 @@ class AdapterState(ModuleState):
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapter files, all trained weights, and the fingerprint of the base model."""
-        self._model.save_pretrained(str(folder), state_dict={**self._model.state_dict(), **state})  # type: ignore[operator]
-        write_tensors(folder / self.FILE, self._without_duplicates(state))
-        base = {"fingerprint": self._base_fingerprint(), "adapters": self._adapters()}
+        self._model.save_pretrained(str(folder), state_dict={**self._base_state, **state})  # type: ignore[operator]
+        write_tensors(folder / self.FILE, {name: state[name] for name in self._written_names})
+        base = {"fingerprint": self._fingerprint, "adapters": self._adapters()}
         (folder / self.BASE).write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
         _save_processing_class(self._processing_class, folder)
 
@@ -575,15 +604,22 @@ class AdapterState(ModuleState):
         }
 
     def _base_fingerprint(self) -> str:
-        """A hash of a few values of each frozen parameter, to tell base models apart."""
+        """A hash of a few values of each frozen parameter, to tell base models apart.
+
+        Collective if the model is sharded, and then computed once: it gathers every parameter.
+        """
+        if self._model in _base_fingerprints and has_parts(self._model):
+            return _base_fingerprints[self._model]
         digest = hashlib.sha256()
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
-                values = (parameter.codes if isinstance(parameter, QuantizedWeight) else parameter).detach().flatten()
+                full = full_tensor(parameter.detach())
+                values = (full.codes if isinstance(full, QuantizedWeight) else full).flatten()
                 sample = values[:: max(1, len(values) // 64)].contiguous().cpu()
                 digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
                 digest.update(sample.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        _base_fingerprints[self._model] = digest.hexdigest()
+        return _base_fingerprints[self._model]
 
 
 def _json_default(value: Any) -> Any:
