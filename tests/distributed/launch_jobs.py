@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests.distributed.strategy_jobs import LENGTH, VOCAB, make_model
+from tests.distributed.trainer_jobs import LENGTH, VOCAB, make_model
 
 from whimbrel.base.errors import WhimbrelError
 from whimbrel.distributed.failure import meet

@@ -73,6 +73,12 @@ class Pool:
                     raise RankError(f"rank {rank}:\n{error}")
         return [results[rank] for rank in range(world_size)]
 
+    def release(self) -> None:
+        """Leave the process groups: each has three threads, which wake up 100 times a second."""
+        for _, pipe in self._workers:
+            pipe.send(None)
+        self._groups = [""] * len(self._workers)
+
     def close(self) -> None:
         """End the processes; the next job starts new ones."""
         for process, pipe in self._workers:
@@ -87,9 +93,14 @@ def _work(pipe: Connection) -> None:
     current = None
     while True:
         try:
-            store, rank, world_size, job, args = pipe.recv()
+            message = pipe.recv()
         except EOFError:
             return
+        if message is None:
+            _leave()
+            current = None
+            continue
+        store, rank, world_size, job, args = message
         try:
             if store != current:
                 _join(store, rank, world_size)
@@ -103,20 +114,17 @@ def _work(pipe: Connection) -> None:
 
 
 def _join(store: str, rank: int, world_size: int) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        _free_groups()
+    _leave()
     file_store = dist.FileStore(store, world_size)
     dist.init_process_group(
         "gloo", store=file_store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT)
     )
 
 
-def _free_groups() -> None:
-    """Free the process groups of earlier jobs: each has three threads, which wake up 100 times a second.
-
-    DTensor's caches keep device meshes, and with them their groups.
-    """
+def _leave() -> None:
+    """Leave and free the process groups, which the caches of DTensor keep together with their device meshes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
     gc.collect()
     for item in gc.get_objects():
         if type(item) is functools._lru_cache_wrapper and item.__module__.startswith(("torch.distributed", "whimbrel")):

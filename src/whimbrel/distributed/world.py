@@ -97,10 +97,11 @@ class World:
         return int(total)
 
     def in_background(self) -> World:
-        """These processes with a gloo group of their own, for a thread that communicates while training does."""
+        """These processes with another gloo group, for one thread that communicates while training does."""
         world = copy.copy(self)
         if self.size > 1:
-            world._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+            assert dist.group.WORLD is not None
+            world._group = _background_group(dist.group.WORLD, self.timeout)
         return world
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
@@ -238,6 +239,13 @@ def _device_mesh(device_type: str, layout: Layout, _group: dist.ProcessGroup) ->
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device_type, tuple(getattr(layout, name) for name in SIZES), mesh_dim_names=SIZES)
+
+
+@functools.lru_cache(maxsize=8)
+def _background_group(_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """A second group of all processes; cached like the mesh."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return group
 
 
 def _init_process_group(config: ParallelConfig, device_type: str, size: int) -> None:
