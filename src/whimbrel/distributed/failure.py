@@ -88,6 +88,8 @@ class Watch:
                 continue
             if failed:
                 break
+        else:
+            return
         time.sleep(GRACE_SECONDS)
         if self._error is not None and self.is_first:
             _print(f"{rank_prefix()}whimbrel: {' '.join(str(self._error).split())}")
