@@ -1,7 +1,7 @@
 """A pool of processes for tests on several ranks.
 
-Starting Python and importing torch takes seconds, so the processes live as long as the test session. Jobs with the same
-number of ranks in a row also share their process group and device meshes.
+Starting Python and importing torch takes seconds, so a test module starts the processes once. Jobs with the same number
+of ranks in a row also share their process group and device meshes.
 """
 
 from __future__ import annotations
@@ -73,12 +73,6 @@ class Pool:
                     raise RankError(f"rank {rank}:\n{error}")
         return [results[rank] for rank in range(world_size)]
 
-    def release(self) -> None:
-        """Leave the process groups: each has three threads, which wake up 100 times a second."""
-        for _, pipe in self._workers:
-            pipe.send(None)
-        self._groups = [""] * len(self._workers)
-
     def close(self) -> None:
         """End the processes; the next job starts new ones."""
         for process, pipe in self._workers:
@@ -93,14 +87,9 @@ def _work(pipe: Connection) -> None:
     current = None
     while True:
         try:
-            message = pipe.recv()
+            store, rank, world_size, job, args = pipe.recv()
         except EOFError:
             return
-        if message is None:
-            _leave()
-            current = None
-            continue
-        store, rank, world_size, job, args = message
         try:
             if store != current:
                 _join(store, rank, world_size)

@@ -22,6 +22,7 @@ __all__ = ["doctor"]
 
 MIN_TORCH, MAX_TORCH = (2, 11), (2, 14)
 EXTRAS = {  # extra of pyproject.toml: (package that it installs, purpose)
+    "accelerate": ("accelerate", "train with Accelerate (AccelTrainer)"),
     "gguf": ("gguf", "write GGUF files for llama.cpp"),
     "hf": ("transformers", "load saved models in transformers"),
     "hub": ("datasets", "prepare Hub datasets by name"),
@@ -29,6 +30,7 @@ EXTRAS = {  # extra of pyproject.toml: (package that it installs, purpose)
     "lowbit": ("torchao", "fp8 training and QAT"),
     "plot": ("matplotlib", "plot loss curves"),
     "ray": ("ray", "prepare data on a cluster"),
+    "remote": ("s3fs", "mirror checkpoints to object storage"),
     "serve": ("fastapi", "serve a model over HTTP"),
     "tensorboard": ("tensorboard", "log to TensorBoard"),
     "trackio": ("trackio", "log to trackio"),
