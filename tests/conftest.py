@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def leave_process_group() -> Iterator[None]:
+    """Leave a process group that the test joined, as a run in this process with `parallel.strategy` does."""
+
+    def is_joined() -> bool:
+        return "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
+
+    before = is_joined()
+    yield
+    if is_joined() and not before:
+        sys.modules["torch.distributed"].destroy_process_group()
 
 
 @pytest.fixture(scope="session")
