@@ -6,7 +6,6 @@ each matrix to its owner and receive the rows of the result, with one all-to-all
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,8 +23,8 @@ def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
     loads = [(0.0, 0, rank) for rank in range(ranks)]  # cost, number of items, rank
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        cost, count, rank = loads[0]
-        heapq.heapreplace(loads, (cost + costs[index], count + 1, rank))
+        cost, count, rank = min(loads)
+        loads[rank] = (cost + costs[index], count + 1, rank)
         owners[index] = rank
     return owners
 

@@ -177,8 +177,10 @@ def _new_state(p: Tensor, rule: str) -> dict[str, Tensor]:
 def _owners(matrices: Sequence[Matrix]) -> list[int]:
     """The rank that orthogonalizes each matrix; 0 in a single process."""
     group = matrices[0].group
+    if group is None:
+        return [0] * len(matrices)
     costs = [float(matrix.shape.numel() * min(matrix.shape)) for matrix in matrices]
-    return assign_owners(costs, 1 if group is None else dist.get_world_size(group))
+    return assign_owners(costs, dist.get_world_size(group))
 
 
 def _directions(matrices: Sequence[Matrix], owners: Sequence[int], momentum: float) -> Iterable[Tensor]:
