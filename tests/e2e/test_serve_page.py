@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -118,12 +119,17 @@ def test_a_conversation_streams_and_survives_a_reload(page: Page, server: Server
 
 def test_the_stop_button_stops_generation(page: Page, server: ServerProcess):
     page.enter(server.key)
+    page.set("temperature", "0")  # sampling could end the reply early
     page.send("Tell me everything")
     page.until(lambda: len(page.turns()) == 2 and len(page.turns()[1][1]) > 20)
-    assert page.find("stop").is_displayed()
-    assert not page.find("send").is_displayed()
-    page.find("stop").click()
-    page.until(page.is_idle)
+    server.process.send_signal(signal.SIGSTOP)  # it must not finish before the click
+    try:
+        assert page.find("stop").is_displayed()
+        assert not page.find("send").is_displayed()
+        page.find("stop").click()
+        page.until(page.is_idle)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
     assert page.find("status").text == "Stopped."
     assert page.find("send").is_displayed()
     server.wait_until_idle()
