@@ -1,12 +1,16 @@
-"""The options of FSDP have the effect that their names promise."""
+"""FSDP options take effect, and gradient norms."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from tests.distributed import strategy_jobs as jobs
 from tests.distributed.pool import Pool
+
+from whimbrel.distributed.strategy import gradient_norm
+from whimbrel.distributed.world import World
 
 
 def observe(pool: Pool, world_size: int = 2, **settings: Any) -> dict[str, Any]:
@@ -45,3 +49,7 @@ def test_a_rank_holds_its_share_of_the_parameters(pool: Pool, settings: dict[str
     held = pool.run(2, jobs.parameter_bytes, settings)
     complete = held[0][1]
     assert sum(own for own, _ in held) == 2 * complete // share
+
+
+def test_gradient_norm_without_gradients_is_zero() -> None:
+    assert gradient_norm([torch.ones(2, requires_grad=True)], World()) == 0

@@ -280,7 +280,7 @@ class CheckpointManager:
 
     def _acquire(self) -> None:
         """Lock the run directory; rank 0 does it for all ranks."""
-        self._world.run(lambda: self.lock.acquire() if self._world.is_main else None)
+        self._world.on_main(self.lock.acquire)
 
     def _release(self) -> None:
         if self._world.is_main:
@@ -342,8 +342,7 @@ class CheckpointManager:
         selected = [component for component in components if component.key not in skip]
         optional = [component.key for component in components if not component.required]
         while True:
-            choose = partial(self._choose, path, selected, optional)
-            chosen, manifest = self._world.run(lambda: choose() if self._world.is_main else None)[0]  # type: ignore[misc] # noqa: B023
+            chosen, manifest = self._world.on_main(partial(self._choose, path, selected, optional))
             try:
                 if check is not None:
                     check(chosen, manifest)
@@ -362,8 +361,7 @@ class CheckpointManager:
     def load_component(self, component: StateComponent, path: Path) -> None:
         """Restore one component from a checkpoint. Unlike `load`, does not make it the run's current checkpoint."""
         self.drain()
-        manifest = self._world.run(lambda: _verify(path, [component], ()) if self._world.is_main else None)[0]
-        assert manifest is not None
+        manifest = self._world.on_main(partial(_verify, path, [component], ()))
         self._world.run(partial(self._restore_component, component, path, manifest))
 
     def _choose(

@@ -145,8 +145,7 @@ def end_process(code: int) -> None:
     """Exit. With several processes without finalizing Python, which can abort or hang in communication threads."""
     if _watch is not None:
         _watch.stop()
-        with contextlib.suppress(Exception):
-            atexit._run_exitfuncs()
+        atexit._run_exitfuncs()
         _flush()
         os._exit(code)
     sys.exit(code)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.distributed.activation_checkpoint import find_blocks
 from whimbrel.distributed.layout import PipelineSchedule
+from whimbrel.distributed.state import to_local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -234,7 +235,7 @@ class PipelineModel(nn.Module):
         """
         loss = self._forward_backward(micro_batches, num_items)
         if self._replicas is not None:
-            grads = [_local(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
+            grads = [to_local(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
             pending = [dist.all_reduce(grad, group=self._replicas, async_op=True) for grad in grads]
             for grad, work in zip(grads, pending, strict=True):
                 assert work is not None
@@ -242,7 +243,8 @@ class PipelineModel(nn.Module):
                 grad /= dist.get_world_size(self._replicas)
         if self._tied_group is not None:
             for parameter in self._tied:
-                dist.all_reduce(_local(parameter.grad), group=self._tied_group)
+                assert parameter.grad is not None
+                dist.all_reduce(to_local(parameter.grad), group=self._tied_group)
         return loss
 
     def forward(
@@ -370,11 +372,6 @@ def _restore_ties(ties: Sequence[Tie], stages: Sequence[nn.Module]) -> list[nn.P
                 setattr(module, name, current)
             restored.append(current)
     return restored
-
-
-def _local(grad: Any) -> Tensor:
-    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return local
 
 
 def _tied_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

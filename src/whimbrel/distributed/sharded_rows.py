@@ -45,7 +45,6 @@ __all__ = [
     "shard_of",
     "sum_over_ranks",
     "sum_rows",
-    "to_local",
 ]
 
 
@@ -113,11 +112,6 @@ def shard_of(parameter: Tensor) -> Shard | None:
 
 Ranks: TypeAlias = Shard | Replicas | None
 """The ranks that compute a gradient together; None: this process alone."""
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def copy_(target: Tensor, source: Tensor) -> None:

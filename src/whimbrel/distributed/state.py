@@ -29,6 +29,7 @@ __all__ = [
     "load_full_",
     "local_part",
     "shard_like",
+    "to_local",
 ]
 
 
@@ -93,6 +94,11 @@ class Reordered(NamedTuple):
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
     return hasattr(tensor, "placements")
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor on this rank; any other tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def local_part(tensor: Any) -> Part:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.activation_checkpoint import find_blocks
 from whimbrel.distributed.layout import ParallelConfig
+from whimbrel.distributed.state import is_sharded, to_local
 from whimbrel.distributed.world import World
 
 __all__ = [
@@ -166,42 +167,32 @@ def gradient_norm(parameters: Iterable[Tensor], world: World) -> Tensor:
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         if (grad := parameter.grad) is not None and not hasattr(parameter, "is_copy"):
-            groups.setdefault(_placement(grad), []).append(grad)
-    if set(groups) == {None} and world.layout.pp == 1:
-        return nn.utils.get_total_norm(groups[None])
+            placement = (grad.device_mesh, grad.placements) if is_sharded(grad) else None
+            groups.setdefault(placement, []).append(grad)
+    if groups.keys() <= {None} and world.layout.pp == 1:
+        return nn.utils.get_total_norm(groups.get(None, []))
     # Sums over local shards: the same arithmetic on DTensors takes several times as long on the host.
     squares = []
     for placement, grads in groups.items():
-        squares.append(nn.utils.get_total_norm([_local(grad) for grad in grads]).square())
+        squares.append(nn.utils.get_total_norm([to_local(grad) for grad in grads]).square())
         for dim, kind in enumerate(() if placement is None else placement[1]):
             if not kind.is_replicate():
                 dist.all_reduce(squares[-1], group=placement[0].get_group(dim))
-    square = torch.stack(squares).sum()
+    assert world.mesh is not None
+    square = torch.stack([torch.zeros((), device=world.mesh.device_type), *squares]).sum()
     if world.layout.pp > 1:
-        assert world.mesh is not None
         dist.all_reduce(square, group=world.mesh["pp"].get_group())
     return square.sqrt()
 
 
 def clip_gradients_(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients, whose norm is `norm`, so that it is at most `max_norm`."""
-    if all(_placement(p) is None for p in parameters):
+    if not any(is_sharded(parameter) for parameter in parameters):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         grad: Any = parameter.grad
         if grad is not None:
-            local = _local(grad)
+            local = to_local(grad)
             local.mul_(factor.to(local.device))
-
-
-def _local(tensor: Any) -> Tensor:
-    """The part of a DTensor on this rank; a regular tensor itself."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
-    return local
-
-
-def _placement(tensor: Any) -> Any:
-    """Mesh and placements of a DTensor; None for a regular tensor."""
-    return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "placements") else None

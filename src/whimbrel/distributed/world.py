@@ -168,18 +168,18 @@ class World:
         return [bool(flag) for flag in agreed], number
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 and return its result on every rank. If it raises, every rank raises that error."""
-        if self.size == 1:
-            return action()
-        outcome: tuple[Any, Exception | None] = (None, None)
+        """Run `action` on rank 0 and return its result on every rank. If it raises, every rank raises an error."""
+        outcome: tuple[Any, Any] = (None, None)
         if self.is_main:
             try:
                 outcome = action(), None
             except Exception as error:
-                outcome = None, error
+                self.broadcast((None, _portable(error)))
+                raise
         result, failure = self.broadcast(outcome)
         if failure is not None:
-            raise failure
+            error_class, message = failure
+            raise error_class(message)
         return result  # type: ignore[no-any-return]
 
     def _node_of_rank(self) -> int:

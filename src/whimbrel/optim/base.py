@@ -17,7 +17,8 @@ from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import NoSparseGradientError, OptimizerError
 from whimbrel.config import did_you_mean
-from whimbrel.distributed.sharded_rows import Shard, all_ranks_true, copy_, shard_of, to_local
+from whimbrel.distributed.sharded_rows import Shard, all_ranks_true, copy_, shard_of
+from whimbrel.distributed.state import to_local
 
 __all__ = ["MAX_GRAD", "BaseOptimizer", "check_integer", "check_numbers", "lr_of", "run_eagerly"]
 

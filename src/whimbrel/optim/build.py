@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from whimbrel.base.errors import ConfigError, OptimizerError
 from whimbrel.config import build, check_choices, check_unused, to_table
-from whimbrel.distributed.sharded_rows import to_local
+from whimbrel.distributed.state import to_local
 from whimbrel.optim.backward import OptimizerInBackward
 from whimbrel.optim.base import BaseOptimizer
 from whimbrel.optim.galore import GaLore, matrix_shape

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import not_one_of
-from whimbrel.distributed.sharded_rows import Shard, gather_rows, shard_of, sum_rows, to_local
+from whimbrel.distributed.sharded_rows import Shard, gather_rows, shard_of, sum_rows
+from whimbrel.distributed.state import to_local
 from whimbrel.optim.base import BaseOptimizer, check_integer, check_numbers, run_eagerly
 from whimbrel.optim.rules import adam_update_
 from whimbrel.optim.subspace import add_matmul_, singular_vectors, zero_rounding_errors_

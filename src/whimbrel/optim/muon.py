@@ -18,7 +18,8 @@ from torch.optim.adamw import adamw
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.distributed.owners import assign_owners, map_replicated, map_sharded
-from whimbrel.distributed.sharded_rows import shard_of, to_local
+from whimbrel.distributed.sharded_rows import shard_of
+from whimbrel.distributed.state import to_local
 from whimbrel.optim.base import BaseOptimizer, check_numbers, lr_of
 from whimbrel.optim.param_state import QuantizedParameter
 from whimbrel.optim.rules import MIN_EPS, muon_batches, muon_scale, muon_updates, orthogonalize

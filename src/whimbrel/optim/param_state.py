@@ -17,8 +17,8 @@ from whimbrel.distributed.sharded_rows import (
     mean_over_stack,
     randn,
     shard_of,
-    to_local,
 )
+from whimbrel.distributed.state import to_local
 from whimbrel.ops.lowbit import BLOCK_SIZE, INT4, INT8, UINT8, FloatCodec, PowerCodec, hash_uniform, stochastic_round
 from whimbrel.optim.rules import RULES, Rule
 from whimbrel.optim.subspace import (

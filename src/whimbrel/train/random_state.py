@@ -54,7 +54,7 @@ def rank_seed(seed: int, world: World, step: int = 0) -> int:
 
 
 class RankRNGState(RNGState):
-    """The generators of this rank, as a checkpoint component; for another layout of ranks they are seeded anew."""
+    """The generators of this rank, as a checkpoint component; for another layout of ranks they are reseeded."""
 
     def __init__(self, seed: int, world: World, progress: TrainerState) -> None:
         self._seed, self._world, self._progress = seed, world, progress
