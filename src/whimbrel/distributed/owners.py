@@ -39,7 +39,7 @@ def map_replicated(
     results = first.new_empty(ranks, max(map(len, owned)), *first.shape)
     if mine := owned[rank]:
         results[rank, : len(mine)] = function(torch.stack([matrices[index] for index in mine]))
-    dist.all_gather_into_tensor(results.flatten(0, 1), results[rank].clone(), group=group)
+    dist.all_gather(list(results), results[rank].clone(), group=group)
     slots = {index: (other, slot) for other, indices in enumerate(owned) for slot, index in enumerate(indices)}
     return [results[slots[index]] for index in range(len(matrices))]
 
