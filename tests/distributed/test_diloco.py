@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from tests.support.runs import prepare_text
 from torch import Tensor
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.data import TokenDataLoader
 from whimbrel.distributed import DiLoCo, Layout, ParallelConfig, World, join_world
+from whimbrel.distributed.traffic import Workload, traffic
 from whimbrel.train import Trainer, TrainerCallback
 from whimbrel.train.build import create_outer_optimizer
 from whimbrel.train.config import EmaConfig, TrainConfig, TrainerConfig, build_run_config
@@ -72,6 +75,14 @@ def test_low_rank_deltas_send_factors(pool: Pool) -> None:
     assert sent == 2 * (16 + 32 + 512) * 4
 
 
+@pytest.mark.parametrize("settings", [{}, {"delta_dtype": "int8"}, {"delta_rank": 1}, {"delta_rank": 8}], ids=str)
+def test_predicted_traffic_equals_the_bytes_sent(pool: Pool, settings: dict[str, Any]) -> None:
+    config = ParallelConfig(strategy="diloco", sync_every=2, **settings)
+    (_, sent), _ = pool.run(2, outer_steps, {"sync_every": 2, **settings}, 4)
+    work = Workload(parameters=1024, layers=1, width=1, tokens=1, micro_batches=1, shapes=((16, 32), (512,)))
+    assert 4 * sum(traffic(work, Layout(dp_replicate=2), config).values()) == sent
+
+
 def test_fragments_are_synchronized_at_different_steps(pool: Pool) -> None:
     settings = {"sync_every": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "fragments": 2}
     (first, sent), (second, _) = pool.run(2, outer_steps, settings, 4)
@@ -101,23 +112,72 @@ class StopAfter(TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
-def train(folder: Path, shards: Path, settings: dict[str, Any], stop_after: int | None = None) -> Any:
-    """Train on the ranks of the process group; losses, evaluation losses and final weights."""
-    table = {
+def run_table(folder: Path, shards: Path) -> dict[str, Any]:
+    return {
         "output_dir": str(folder),
         "model": {"context_length": 32, "vocab_size": 300, "num_layers": 2, "embd_size": 32, "num_heads": 2},
         "data": {"path": str(shards), "shuffle_seed": 1},
-        "train": {"steps": STEPS, "tokens_per_step": 256, "micro_batch": 4, "device": "cpu"},
+        "train": {"steps": STEPS, "tokens_per_step": 256, "micro_batch": 4, "device": "cpu", "clip": 1.0},
         "validation": {"every": 2, "tokens": 512},
         "checkpoint": {"every": 2},
-        "optim": {"lr": 1e-2},
+        "optim": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        "schedule": {"name": "constant"},
         "log": {"tensorboard": False},
-        "parallel": {"strategy": "diloco", "sync_every": SYNC_EVERY, **settings},
     }
+
+
+def train(folder: Path, shards: Path, settings: dict[str, Any], stop_after: int | None = None) -> Any:
+    """Train on the ranks of the process group; losses, evaluation losses and final weights."""
+    parallel = {"strategy": "diloco", "sync_every": SYNC_EVERY, **settings}
+    table = {**run_table(folder, shards), "parallel": parallel}
     callback = StopAfter(stop_after)
     trainer = Trainer.from_config(build_run_config(table), callbacks=[callback])
     trainer.train()
     return callback.losses, callback.eval_losses, {name: p.detach() for name, p in trainer.model.named_parameters()}
+
+
+def reference(folder: Path, shards: Path, settings: dict[str, float]) -> tuple[list[float], dict[str, Tensor]]:
+    """DiLoCo in one process, from PyTorch's optimizers: mean losses of two workers, and the final weights."""
+    table = {**run_table(folder, shards), "parallel": {}}
+    outer = Trainer.from_config(build_run_config(table)).model
+    workers = [copy.deepcopy(outer) for _ in range(2)]
+    loaders = [TokenDataLoader(shards, 4, 32, rank=rank, world_size=2, seed=1) for rank in range(2)]
+    inner = [torch.optim.AdamW(worker.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0) for worker in workers]
+    momentum, losses = settings["outer_momentum"], []
+    optimizer = torch.optim.SGD(outer.parameters(), settings["outer_lr"], momentum, nesterov=momentum > 0)
+    for step in range(1, STEPS + 1):
+        total = 0.0
+        for worker, loader, adamw in zip(workers, loaders, inner, strict=True):
+            x, y = loader.next_batch()
+            loss = torch.nn.functional.cross_entropy(worker(x).logits.flatten(0, 1), y.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(worker.parameters(), 1.0)
+            adamw.step()
+            adamw.zero_grad()
+            total += loss.item()
+        losses.append(total / 2)
+        if step == STEPS:
+            optimizer = torch.optim.SGD(outer.parameters(), lr=1.0)
+        if step % SYNC_EVERY == 0 or step == STEPS:
+            for parameter, *own in zip(outer.parameters(), *(worker.parameters() for worker in workers), strict=True):
+                parameter.grad = parameter.detach() - (own[0] + own[1]).detach() / 2
+            optimizer.step()
+            for worker in workers:
+                worker.load_state_dict(outer.state_dict())
+    return losses, dict(outer.named_parameters())
+
+
+@pytest.mark.parametrize(("outer_lr", "outer_momentum"), [(1.0, 0.0), (0.7, 0.9)])
+def test_a_run_equals_diloco_in_one_process(
+    pool: Pool, shards: Path, tmp_path: Path, outer_lr: float, outer_momentum: float
+) -> None:
+    settings = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+    (losses, _, weights), _ = pool.run(2, train, tmp_path / "run", shards, settings)
+    expected_losses, expected_weights = reference(tmp_path / "reference", shards, settings)
+    torch.testing.assert_close([float.fromhex(loss) for loss in losses.values()], expected_losses, rtol=1e-5, atol=0)
+    assert losses.keys() == set(range(1, STEPS + 1))
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected_weights[name].detach(), rtol=0, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ parameters of each worker, which have moved away from them since the last synchr
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,11 +27,12 @@ from torch import Tensor
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.distributed.world import World
+from whimbrel.ops.lowbit import BLOCK_SIZE, INT8, PowerCodec
 
-__all__ = ["DiLoCo"]
+__all__ = ["DiLoCo", "factor_shapes"]
 
-BLOCK = 256
-"""Values per scale of an int8 delta."""
+CODEC = PowerCodec(INT8)
+"""Of int8 deltas: evenly spaced levels, one scale per block."""
 Tensors = dict[str, Tensor]
 
 
@@ -57,9 +59,9 @@ class DiLoCo:
         if config.delta_dtype is not None or config.delta_rank is not None:
             self._residuals = {name: torch.zeros_like(momentum) for name, momentum in self._momenta.items()}
         for index, (name, parameter) in enumerate(parameters.items() if config.delta_rank is not None else ()):
-            if (shape := self._low_rank_shape(parameter)) is not None:
+            if (shapes := factor_shapes(parameter.shape, config.delta_rank)) is not None:
                 generator = torch.Generator().manual_seed(index)  # equal on all workers
-                self._bases[name] = torch.randn(shape, generator=generator).to(parameter.device)
+                self._bases[name] = torch.randn(shapes[1], generator=generator).to(parameter.device)
 
     def start(self) -> None:
         """Take the parameters as the outer ones, unless those were just loaded from a checkpoint."""
@@ -130,12 +132,11 @@ class DiLoCo:
 
         As in a ring all-reduce, each worker averages one part and sends it to the others: two bytes per value in total.
         """
-        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % (BLOCK * self._workers)))
-        codes, scales = quantize(padded)
-        sent = dequantize(codes, scales)
-        own = dequantize(self._exchange(codes), self._exchange(scales)).view(self._workers, -1).mean(0)
-        codes, scales = quantize(own)
-        mean = dequantize(self._gather(codes), self._gather(scales))
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % (BLOCK_SIZE * self._workers)))
+        stored = _quantize(padded)
+        sent = _dequantize(stored)
+        own = _dequantize([self._exchange(part) for part in stored]).view(self._workers, -1).mean(0)
+        mean = _dequantize([self._gather(part) for part in _quantize(own)])
         return mean[: flat.numel()], sent[: flat.numel()]
 
     def _average_low_rank(self, deltas: Tensors) -> Tensors:
@@ -155,12 +156,6 @@ class DiLoCo:
             self._bases[name].copy_(basis)
             means[name] = (left[name] @ basis.T).view_as(deltas[name])
         return means
-
-    def _low_rank_shape(self, parameter: Tensor) -> tuple[int, int] | None:
-        """The shape of the second factor of a matrix's delta; None if factors would not be smaller than the matrix."""
-        rank, rows = self._config.delta_rank or 0, parameter.shape[0] if parameter.ndim > 1 else 1
-        columns = parameter.numel() // rows
-        return (columns, rank) if rank * (rows + columns) < parameter.numel() else None
 
     def _mean(self, flat: Tensor) -> Tensor:
         dist.all_reduce(flat, group=self._group)
@@ -240,13 +235,21 @@ def _unflatten(flat: Tensor, like: Tensors) -> Tensors:
     return {name: part.view_as(tensor) for (name, tensor), part in zip(like.items(), parts, strict=True)}
 
 
-def quantize(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes (blocks, BLOCK) and fp32 scales (blocks, 1) of a tensor whose size is a multiple of BLOCK."""
-    blocks = flat.view(-1, BLOCK)
-    scales = blocks.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-    return (blocks / scales).round_().to(torch.int8), scales
+def _quantize(flat: Tensor) -> Sequence[Tensor]:
+    """Codes and scales."""
+    stored = CODEC.allocate(flat.shape, flat.device)
+    CODEC.encode_(stored, flat)
+    return stored
 
 
-def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """The values of int8 codes, flattened."""
-    return (codes.float() * scales).view(-1)
+def _dequantize(stored: Sequence[Tensor]) -> Tensor:
+    return CODEC.decode(stored, stored[0].numel())
+
+
+def factor_shapes(shape: Sequence[int], rank: int | None) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """The two factors of a matrix's delta; None if `rank` is None or they would not be smaller than the matrix."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = math.prod(shape) // rows
+    if rank is None or rank * (rows + columns) >= rows * columns:
+        return None
+    return (rows, rank), (columns, rank)

@@ -6,14 +6,18 @@ all-gather to b bytes or a reduce-scatter of them (n - 1) / n b.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from whimbrel.base.errors import ConfigError
+from whimbrel.distributed.diloco import factor_shapes
 from whimbrel.distributed.layout import Layout, ParallelConfig
+from whimbrel.ops.lowbit import BLOCK_SIZE
 
 __all__ = ["Network", "Workload", "step_seconds", "traffic"]
 
 GRADIENT_BYTES = 4
-INT8_FRACTION = (1 + 4 / 256) / 4
+INT8_FRACTION = (1 + 4 / BLOCK_SIZE) / 4
 """Bytes of an int8 delta with its scales, per byte of fp32."""
 
 
@@ -34,6 +38,8 @@ class Workload:
     """Per activation."""
     recompute: bool = False
     """Whether backward repeats the forward pass of each block."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of all parameters, for the factors of `parallel.delta_rank`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +63,7 @@ def traffic(workload: Workload, layout: Layout, config: ParallelConfig) -> dict[
     sharded = work.micro_batches * (gathers * work.param_bytes + GRADIENT_BYTES) * parameters
     replicated = 2 * GRADIENT_BYTES * parameters / shards
     if config.strategy == "diloco":
-        replicated *= (INT8_FRACTION if config.delta_dtype == "int8" else 1.0) / config.sync_every
+        replicated *= _delta_fraction(work, config) / config.sync_every
     # Two all-reduces per layer in forward (attention, MLP), two in backward, and two more to recompute the forward.
     layers = work.layers / layout.pp
     all_reduces = 2 * layers * (3 if work.recompute else 2)
@@ -67,6 +73,21 @@ def traffic(workload: Workload, layout: Layout, config: ParallelConfig) -> dict[
         "dp_shard": (shards - 1) / shards * sharded,
         "tp": 2 * (layout.tp - 1) / layout.tp * all_reduces * activations,
     }
+
+
+def _delta_fraction(work: Workload, config: ParallelConfig) -> float:
+    """The size of a DiLoCo delta as sent, relative to fp32."""
+    if config.delta_rank is None:
+        return INT8_FRACTION if config.delta_dtype == "int8" else 1.0
+    if sum(map(math.prod, work.shapes)) != work.parameters:
+        raise ConfigError(
+            f"parallel.delta_rank: expected the shapes of {work.parameters} parameters: set Workload.shapes"
+        )
+    sent = 0
+    for shape in work.shapes:
+        factors = factor_shapes(shape, config.delta_rank)
+        sent += math.prod(shape) if factors is None else sum(map(math.prod, factors))
+    return sent / work.parameters
 
 
 def step_seconds(workload: Workload, layout: Layout, config: ParallelConfig, network: Network) -> float:
