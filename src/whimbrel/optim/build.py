@@ -475,14 +475,15 @@ def parameter_table(model: nn.Module, optimizer: Optimizer) -> tuple[ParameterRo
     )  # fmt: skip
 
 
-def state_bytes(optimizer: Optimizer) -> dict[Tensor, int] | None:
+def state_bytes(optimizer: Optimizer, shards: int = 1) -> dict[Tensor, int] | None:
     """Bytes of optimizer state per parameter; before the first step, computed by stepping a copy on the meta device.
 
-    None if unknown before the first step, as for optimizers that are neither ours nor torch's.
+    `shards`: the number of ranks that the rows of each parameter will be sharded over (FSDP). None if unknown
+    before the first step, as for optimizers that are neither ours nor torch's.
     """
     optimizer = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
     if optimizer.state:
-        return {parameter: _nbytes(state) for parameter, state in optimizer.state.items()}
+        return {parameter: _nbytes(parameter, state, shards) for parameter, state in optimizer.state.items()}
     if not type(optimizer).__module__.startswith(("torch.optim.", "whimbrel.optim.")):
         return None
     try:
@@ -490,7 +491,7 @@ def state_bytes(optimizer: Optimizer) -> dict[Tensor, int] | None:
     except RuntimeError:  # its step reads values, and there are none on the meta device
         return None
     return {
-        parameter: _nbytes(stepped.state[meta_parameter])
+        parameter: _nbytes(parameter, stepped.state[meta_parameter], shards)
         for group, meta_group in zip(optimizer.param_groups, stepped.param_groups, strict=True)
         for parameter, meta_parameter in zip(group["params"], meta_group["params"], strict=True)
     }
@@ -517,6 +518,15 @@ def _meta_parameter(parameter: Tensor) -> Tensor:
     return meta
 
 
-def _nbytes(state: Mapping[str, Any]) -> int:
-    """Bytes of the tensors of a state on this rank."""
-    return sum(to_local(value).nbytes for value in state.values() if isinstance(value, Tensor))
+def _nbytes(parameter: Tensor, state: Mapping[str, Any], shards: int) -> int:
+    """Bytes of the tensors of a state on this rank, or on the largest of `shards`."""
+    tensors = (to_local(value) for value in state.values() if isinstance(value, Tensor))
+    return sum(_shard_nbytes(parameter, tensor, shards) for tensor in tensors)
+
+
+def _shard_nbytes(parameter: Tensor, tensor: Tensor, shards: int) -> int:
+    """State tensors with one entry per row of their parameter, or per block of elements, are sharded like it."""
+    if tensor.ndim and tensor.shape[0] == parameter.shape[0]:
+        return tensor.nbytes // tensor.shape[0] * -(-tensor.shape[0] // shards)
+    is_flat = tensor.ndim == 1 and tensor.numel() > 1 and parameter.numel() % tensor.numel() == 0
+    return -(-tensor.nbytes // shards) if is_flat else tensor.nbytes

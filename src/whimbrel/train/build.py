@@ -176,13 +176,13 @@ def _fetch_from_mirror(config: RunConfig) -> None:
 
 def _initial_model(config: RunConfig) -> GPT:
     """The model with the weights in `model.path`, or else with random ones."""
+    _check_host_memory(config)
     path = config.model.path
     will_resume = config.resume.path is not None or (
         not config.overwrite_output_dir and bool(list_checkpoints(config.output_dir))
     )
     if path is None or (will_resume and not path.exists()):  # a checkpoint replaces the weights anyway
         return init_model(config)
-    _check_host_memory(config)
     model = load_model(path, dtype=getattr(torch, config.train.default_dtype or "float32"))
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedWeight):
@@ -211,7 +211,6 @@ def _warn_if_tokenizer_differs(data: Path, model: Path) -> None:
 
 def init_model(config: RunConfig) -> GPT:
     """A model with random weights from `train.seed`, on torch's default device (CPU weights are reproducible)."""
-    _check_host_memory(config)
     torch.manual_seed(config.train.seed)
     with torch_flags(default_dtype=config.train.default_dtype):
         return GPT(config.model.architecture)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -29,16 +29,17 @@ from whimbrel.train.step import TrainStep
 
 __all__ = [
     "CUBLAS_WORKSPACE_BYTES",
+    "Holdings",
+    "Measurement",
     "MemoryPrediction",
     "build_dry_run_step",
-    "create_model",
     "empty_model",
+    "measure_optimizer",
     "measure_passes",
-    "measure_temporaries",
     "optimizer_names",
     "predict_memory",
+    "predict_step",
     "resolve",
-    "simulation",
     "with_optimizer",
 ]
 
@@ -139,6 +140,28 @@ class Measurement:
     phase: str
     at_peak: dict[str, int]
     max: dict[str, int]
+    profile: dict[tuple[str, int], int]
+    """Maximum of activations, by phase and bytes of live gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """Bytes that a process, or one rank of several, holds besides activations."""
+
+    weights: int
+    gradients: int
+    states: int
+    temporaries: int
+    keeps_gradients: bool = False
+    """Whether gradients are allocated all the time, as the buckets of DDP are."""
+    on_host: bool = False
+    """Whether weights, gradients and states are in host memory."""
+    gathered: int = 0
+    """Complete parameters that FSDP has gathered in forward and backward."""
+    unreduced: int = 0
+    """Complete gradients that FSDP is about to reduce."""
+    always: Mapping[str, int] = field(default_factory=dict)
+    """Anything else, by name."""
 
 
 def measure_passes(config: RunConfig, device_type: str) -> Measurement:
@@ -176,20 +199,48 @@ def _predict_in_backward(config: RunConfig, device_type: str) -> MemoryPredictio
 
 def _predict_after_backward(config: RunConfig, device_type: str, passes: Measurement) -> MemoryPrediction:
     """Predict with the optimizer after backward: states add to the passes, temporaries do not overlap them."""
+    rows, temporaries = measure_optimizer(config, device_type)
+    holdings = Holdings(
+        weights=passes.max["weights"],
+        gradients=passes.max["gradients"],
+        states=sum(row.state_bytes or 0 for row in rows),
+        temporaries=temporaries,
+    )
+    return predict_step(config, device_type, rows, passes, holdings)
+
+
+def predict_step(
+    config: RunConfig, device_type: str, rows: tuple[ParameterRow, ...], passes: Measurement, holdings: Holdings
+) -> MemoryPrediction:
+    """Find the moment at which activations of `passes`, and what is held at that time, need the most memory.
+
+    A rank that holds a fraction of the gradients holds that fraction of those measured at any time in `passes`.
+    """
+    constant = {"weights": holdings.weights, "states": holdings.states}
+    moments = []
+    for (phase, live), activations in passes.profile.items():
+        gradients = live * holdings.gradients // passes.max["gradients"]
+        held = constant | {"gradients": holdings.gradients if holdings.keeps_gradients else gradients}
+        gathered = {"gathered parameters": holdings.gathered}
+        if phase == "backward":
+            gathered |= {"unreduced gradients": holdings.unreduced}
+        moments.append((phase, held, {"activations": activations} | gathered))
+    moments.append(("step", constant | {"gradients": holdings.gradients}, {"temporaries": holdings.temporaries}))
+    if holdings.on_host:
+        moments = [(phase, {}, other) for phase, _, other in moments]
+    phase, held, other = max(moments, key=lambda moment: sum(moment[1].values()) + sum(moment[2].values()))
+    at_peak = held | other | dict(holdings.always)
+    maxima = {"weights": holdings.weights, "gradients": holdings.gradients, "temporaries": holdings.temporaries}
+    measured = replace(passes, peak=sum(at_peak.values()), phase=phase, at_peak=at_peak, max=passes.max | maxima)
+    return replace(_prediction(config, device_type, rows, measured), states=holdings.states)
+
+
+def measure_optimizer(config: RunConfig, device_type: str) -> tuple[tuple[ParameterRow, ...], int]:
+    """The parameters with their states, and the bytes of temporaries of a step."""
     with simulation(device_type) as tracker:
         model = create_model(config, tracker)
         optimizer = build.create_optimizer(model, config, None)
-        rows = parameter_table(model, optimizer)
-        temporaries = measure_temporaries(tracker, model, optimizer)
-    states = sum(row.state_bytes or 0 for row in rows)
-    in_step = {"weights": passes.max["weights"], "gradients": passes.max["gradients"]}
-    in_step |= {"states": states, "temporaries": temporaries}
-    measured = Measurement(
-        passes.peak + states, passes.phase, passes.at_peak | {"states": states}, passes.max | in_step
-    )
-    if sum(in_step.values()) > measured.peak:
-        measured = replace(measured, peak=sum(in_step.values()), phase="step", at_peak=in_step)
-    return _prediction(config, device_type, rows, measured)
+        return parameter_table(model, optimizer), measure_temporaries(tracker, model, optimizer)
 
 
 @contextlib.contextmanager
@@ -243,7 +294,7 @@ def _measure_step(
         tracker.reset_peak()
         step.run(1)
     del tokens
-    return Measurement(tracker.peak, tracker.phase, dict(tracker.at_peak), dict(tracker.max))
+    return Measurement(tracker.peak, tracker.phase, dict(tracker.at_peak), dict(tracker.max), dict(tracker.profile))
 
 
 def measure_temporaries(tracker: MemoryTracker, model: GPT, optimizer: Optimizer) -> int:

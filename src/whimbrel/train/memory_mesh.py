@@ -2,13 +2,12 @@
 
 Parameters, gradients and optimizer states follow from the shapes that a rank holds: tensor parallelism divides heads
 and MLP width, a pipeline the layers, FSDP the rows of every parameter. Activations are measured on a simulated device
-(`memory`) for a model of a few layers with the shapes of one rank, and grow linearly with the number of layers.
+(`memory`) for a model with the shapes of one rank. A layout of one process is predicted exactly as by `memory`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,23 +21,25 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import format_bytes
 from whimbrel.distributed.layout import Layout, ParallelConfig, resolve_layout
 from whimbrel.distributed.pipeline import split_layers, stage_indices
+from whimbrel.distributed.strategy import DTYPES
 from whimbrel.distributed.traffic import Network, Workload, step_seconds, traffic
 from whimbrel.distributed.world import launched_processes
-from whimbrel.models import GPT, GPTConfig
-from whimbrel.optim import ParameterRow, parameter_table
+from whimbrel.models import GPT
+from whimbrel.optim.build import state_bytes
 from whimbrel.train import build
 from whimbrel.train.config import ModelConfig, RunConfig
 from whimbrel.train.device import choose_device, peak_flops, total_memory
 from whimbrel.train.memory import (
-    CUBLAS_WORKSPACE_BYTES,
+    Holdings,
+    Measurement,
     MemoryPrediction,
-    create_model,
+    measure_optimizer,
     measure_passes,
-    measure_temporaries,
+    predict_step,
     resolve,
-    simulation,
     with_optimizer,
 )
+from whimbrel.train.memory_tracker import allocated_bytes
 
 __all__ = ["choose_strategy", "predict_mesh_memory", "predict_pipeline_ranks", "resolve_strategy"]
 
@@ -52,23 +53,6 @@ SIMPLER = 1.1
 """How much longer a step of a simpler layout may take."""
 FILL = 0.92
 """Fraction of a device's memory that a prediction may take: the rest is for fragmentation and communication."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes that one rank holds, by category."""
-
-    weights: int
-    gradients: int
-    states: int
-    activations: int
-    gathered: int
-    """Parameters that FSDP has gathered in backward."""
-    reduced: int
-    """Complete gradients that FSDP is about to reduce."""
-    outer: int
-    """Outer parameters, momenta and residuals of DiLoCo."""
-    parameters: tuple[ParameterRow, ...]
 
 
 def predict_mesh_memory(
@@ -93,12 +77,17 @@ def predict_mesh_memory(
 def predict_pipeline_ranks(config: RunConfig, layout: Layout, device_type: str) -> list[MemoryPrediction]:
     """The memory of each rank of a pipeline, or of one rank without; `config` has a micro-batch and accumulation."""
     local = replace(config, model=_local_architecture(config.model, layout.tp))
-    activations = _measure_activations(_without_parallel(local), device_type, config.parallel.param_dtype)
-    temporaries = _measure_temporaries(_without_parallel(local), device_type) // layout.dp_shard
-    return [
-        _prediction(local, device_type, _rank_memory(local, layout, stages, activations), temporaries, layout)
-        for stages in _pipeline_ranks(config, layout)
-    ]
+    predictions = []
+    for stages in _pipeline_ranks(config, layout):
+        rank = replace(_with_layers(local, stages.blocks), parallel=ParallelConfig())
+        rows, temporaries = _measure_optimizer(rank, device_type)
+        holdings = _holdings(local, layout, stages, temporaries // layout.dp_shard, device_type)
+        computed = _in_param_dtype(rank, config.parallel.param_dtype)
+        passes = (
+            _measure_passes(computed, device_type) if layout.pp == 1 else _measure_stages(computed, device_type, stages)
+        )
+        predictions.append(replace(predict_step(local, device_type, rows, passes, holdings), layout=str(layout)))
+    return predictions
 
 
 def _local_architecture(model: ModelConfig, tp: int) -> ModelConfig:
@@ -111,46 +100,35 @@ def _local_architecture(model: ModelConfig, tp: int) -> ModelConfig:
     return replace(model, **local, head_size=model.head_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class _Activations:
-    """Bytes of activations of one micro-batch."""
-
-    per_layer: int
-    other: int
-    """Embedding, final norm, logits and loss."""
-
-
-@cache
-def _measure_activations(config: RunConfig, device_type: str, param_dtype: str | None) -> _Activations:
-    train, (few, more) = config.train, FEW_LAYERS
-    if param_dtype is not None:
-        train = replace(train, default_dtype="bfloat16" if param_dtype == "bf16" else "float16")
-    measured = []
-    for count in FEW_LAYERS:
-        passes = measure_passes(replace(_with_layers(config, count), train=train), device_type)
-        measured.append(passes.max.get("activations", 0))
-    per_layer = (measured[1] - measured[0]) // (more - few)
-    return _Activations(per_layer, measured[0] - few * per_layer)
+def _in_param_dtype(config: RunConfig, param_dtype: str | None) -> RunConfig:
+    """A run that computes in the dtype in which FSDP gathers parameters."""
+    if param_dtype is None:
+        return config
+    dtype = str(DTYPES[param_dtype]).removeprefix("torch.")
+    return replace(config, train=replace(config.train, default_dtype=dtype))
 
 
-def _without_parallel(config: RunConfig) -> RunConfig:
-    """The run of one process, with one micro-batch per step: equal for all layouts with the same shapes."""
-    return replace(config, parallel=ParallelConfig(), train=replace(config.train, accumulation=1))
+_measure_passes = cache(measure_passes)
+_measure_optimizer = cache(measure_optimizer)
+
+
+def _measure_stages(config: RunConfig, device_type: str, stages: _Stages) -> Measurement:
+    """The passes of a pipeline rank, which holds the activations of several micro-batches, and their gradients."""
+    few, more = (
+        _measure_passes(replace(_with_layers(config, count), train=replace(config.train, accumulation=1)), device_type)
+        for count in FEW_LAYERS
+    )
+    per_layer = (more.max["activations"] - few.max["activations"]) // (FEW_LAYERS[1] - FEW_LAYERS[0])
+    other = few.max["activations"] - FEW_LAYERS[0] * per_layer  # embedding, final norm, logits and loss
+    activations = int(stages.in_flight * stages.blocks * per_layer) + (other if stages.is_last else 0)
+    profile = {("backward", more.max["gradients"]): activations}
+    return replace(more, max=more.max | {"activations": activations}, profile=profile)
 
 
 def _with_layers(config: RunConfig, count: int) -> RunConfig:
     types = config.model.layer_types
     layers: dict[str, Any] = {"num_layers": count, "layer_types": None if types is None else types[:count]}
     return replace(config, model=replace(config.model, **layers))
-
-
-@cache
-def _measure_temporaries(config: RunConfig, device_type: str) -> int:
-    """What the optimizer step allocates and frees: optimizers process parameters in batches of limited size."""
-    config = _with_layers(config, FEW_LAYERS[-1])
-    with simulation(device_type) as tracker:
-        model = create_model(config, tracker)
-        return measure_temporaries(tracker, model, build.create_optimizer(model, config, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +149,7 @@ def _pipeline_ranks(config: RunConfig, layout: Layout) -> Iterator[_Stages]:
         yield _Stages(layers, is_first=True, is_last=True, in_flight=1)
         return
     micro_batches = config.train.accumulation or 1
-    model = _meta_model(_with_layers(config, 1).model.architecture)
+    model = _one_block(config)
     block = float(sum(p.numel() for p in next(iter(model.blocks)).parameters()))
     per_rank = len(stage_indices(schedule, 0, pp))
     ranges = split_layers([block] * layers, pp * per_rank, last=float(model.lm_head.weight.numel()))
@@ -192,51 +170,45 @@ def _pipeline_ranks(config: RunConfig, layout: Layout) -> Iterator[_Stages]:
 
 
 @cache
-def _meta_model(config: GPTConfig) -> GPT:
+def _one_block(config: RunConfig) -> GPT:
+    """The model with one block, on the meta device: all blocks have the same shapes."""
     with torch.device("meta"):
-        return GPT(config)
+        return build.init_model(_with_layers(config, 1))
 
 
-def _rank_memory(config: RunConfig, layout: Layout, stages: _Stages, activations: _Activations) -> RankMemory:
+def _holdings(config: RunConfig, layout: Layout, stages: _Stages, temporaries: int, device_type: str) -> Holdings:
     parallel, shards = config.parallel, layout.dp_shard
-    model = _meta_model(_with_layers(config, 1).model.architecture)  # all blocks have the same shapes
-    optimizer = build.create_optimizer(model, config, None)
+    model = _one_block(config)
     block, root = list(next(iter(model.blocks)).parameters()), _root_parameters(model, stages)
     held = [(parameter, 1) for parameter in root] + [(parameter, stages.blocks) for parameter in block]
-    itemsize = torch.empty(0, dtype=getattr(torch, config.train.default_dtype or "float32")).itemsize
-    rows = tuple(_times(row, stages.blocks) for row in parameter_table(model, optimizer))
-    states = _state_bytes(model, optimizer, shards)
-    weights = sum(itemsize * count * local_numel(parameter, shards) for parameter, count in held)
+    itemsize = block[0].itemsize
+    weights = sum(
+        count * allocated_bytes(itemsize * local_numel(parameter, shards), device_type) for parameter, count in held
+    )
+    states = state_bytes(build.create_optimizer(model, config, None), shards) or {}
     block_numel, root_numel = sum(p.numel() for p in block), sum(p.numel() for p in root)
-    gathered = reduced = outer = 0
+    gathered = unreduced = outer = 0
     if shards > 1:
         gathered_itemsize = itemsize if parallel.param_dtype is None else 2
         num_gathered = min(PREFETCHED_BLOCKS, stages.blocks) if parallel.reshard_after_forward else stages.blocks
         gathered = gathered_itemsize * (root_numel + num_gathered * block_numel)
         # The gradient of the head waits for that of the embedding; a block's is copied to the buffer of the reduction.
-        reduced = gathered_itemsize * (root_numel + block_numel) + 4 * block_numel
+        unreduced = gathered_itemsize * (root_numel + block_numel) + 4 * block_numel
     if parallel.strategy == "diloco":
         copies = 2 + (parallel.delta_dtype is not None or parallel.delta_rank is not None)
         outer = 4 * copies * (root_numel + stages.blocks * block_numel)
-    in_blocks = int(stages.in_flight * stages.blocks * activations.per_layer)
-    return RankMemory(
+    is_ddp = parallel.strategy != "diloco" and layout.dp_replicate == layout.world_size > 1
+    return Holdings(
         weights=weights,
         gradients=weights,
-        states=sum(count * states[parameter] for parameter, count in held),
-        activations=in_blocks + (activations.other if stages.is_last else 0),
+        states=sum(count * states.get(parameter, 0) for parameter, count in held),
+        temporaries=temporaries,
+        keeps_gradients=is_ddp,
+        on_host=parallel.cpu_offload,
         gathered=gathered,
-        reduced=reduced,
-        outer=outer,
-        parameters=rows,
+        unreduced=unreduced,
+        always={"outer parameters and momenta": outer},
     )
-
-
-def _times(row: ParameterRow, blocks: int) -> ParameterRow:
-    """A row of the complete model, from that of one block."""
-    if "*" not in row.name:
-        return row
-    state_bytes = None if row.state_bytes is None else row.state_bytes * blocks
-    return replace(row, count=row.count * blocks, weight_bytes=row.weight_bytes * blocks, state_bytes=state_bytes)
 
 
 def _root_parameters(model: GPT, stages: _Stages) -> list[nn.Parameter]:
@@ -251,62 +223,6 @@ def local_numel(tensor: Tensor, shards: int) -> int:
     """Elements of the largest shard of a tensor that FSDP splits by rows."""
     rows = tensor.shape[0] if tensor.ndim else 1
     return -(-rows // shards) * (tensor.numel() // rows)
-
-
-def _state_bytes(model: GPT, optimizer: torch.optim.Optimizer, shards: int) -> dict[Tensor, int]:
-    """Bytes of a rank's optimizer state. State tensors with the rows of their parameter are sharded like it."""
-    for group in optimizer.param_groups:
-        group |= {name: False for name in ("fused", "foreach") if name in group}
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    found = dict.fromkeys(model.parameters(), 0)
-    for parameter in found:
-        for value in optimizer.state.get(parameter, {}).values():
-            if not isinstance(value, Tensor):
-                continue
-            rows = value.shape[0] if value.ndim else 1
-            is_flat = value.ndim == 1 and value.numel() > 1 and parameter.numel() % value.numel() == 0
-            if rows == parameter.shape[0]:
-                found[parameter] += value.nbytes // rows * -(-rows // shards)
-            else:
-                found[parameter] += math.ceil(value.nbytes / shards) if is_flat else value.nbytes
-    return found  # type: ignore[return-value]
-
-
-def _prediction(
-    config: RunConfig, device_type: str, rank: RankMemory, temporaries: int, layout: Layout
-) -> MemoryPrediction:
-    """The peak of backward, or of the optimizer step."""
-    workspace = CUBLAS_WORKSPACE_BYTES if device_type == "cuda" else 0
-    always = {"outer parameters and momenta": rank.outer, "workspace": workspace}
-    on_device = {"weights": rank.weights, "gradients": rank.gradients, "states": rank.states}
-    if config.parallel.cpu_offload:
-        on_device = dict.fromkeys(on_device, 0)
-    backward = on_device | {
-        "activations": rank.activations, "gathered parameters": rank.gathered, "unreduced gradients": rank.reduced,
-    }  # fmt: skip
-    step = on_device | {"temporaries": 0 if config.parallel.cpu_offload else temporaries}
-    phase, at_peak = max((("backward", backward), ("step", step)), key=lambda item: sum(item[1].values()))
-    at_peak = at_peak | always
-    return MemoryPrediction(
-        device=device_type,
-        optimizer=config.optim.name,
-        in_backward=False,
-        micro_batch=config.train.micro_batch or 1,
-        accumulation=config.train.accumulation or 1,
-        weights=rank.weights,
-        gradients=rank.gradients,
-        states=rank.states,
-        activations=rank.activations,
-        temporaries=temporaries,
-        peak=sum(at_peak.values()),
-        phase=phase,
-        at_peak={name: size for name, size in at_peak.items() if size},
-        parameters=rank.parameters,
-        layout=str(layout),
-    )
 
 
 def resolve_strategy(config: RunConfig) -> RunConfig:

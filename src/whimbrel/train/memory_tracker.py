@@ -26,12 +26,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from whimbrel.ops.cross_entropy import fused_loss_and_gradient_
 
-__all__ = ["MemoryTracker", "simulated_device"]
+__all__ = ["MemoryTracker", "allocated_bytes", "simulated_device"]
 
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 ALLOCATION_GRANULARITY = {"cuda": 512, "cpu": 64}
 """Allocator granularity in bytes: sizes are rounded up to a multiple of it."""
+
+
+def allocated_bytes(nbytes: int, device_type: str) -> int:
+    """What the allocator of a device takes for a tensor of `nbytes` bytes."""
+    granularity = ALLOCATION_GRANULARITY.get(device_type, 1)
+    return -(-nbytes // granularity) * granularity
 
 
 @contextlib.contextmanager
@@ -70,7 +76,9 @@ class MemoryTracker(TorchDispatchMode):
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self.phase = ""
-        self._device, self._granularity = device, ALLOCATION_GRANULARITY.get(device, 1)
+        self.profile: dict[tuple[str, int], int] = {}
+        """Maximum of activations (and temporaries), by phase and bytes of live gradients."""
+        self._device = device
         self._storages: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._scalars: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -125,13 +133,14 @@ class MemoryTracker(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Reset the maxima to the current usage, like torch.cuda.reset_peak_memory_stats."""
         self.max, self.at_peak, self.peak = Counter(self.live), Counter(self.live), self.live.total()
+        self.profile = {}
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
             return
-        size = -(-storage.nbytes() // self._granularity) * self._granularity
+        size = allocated_bytes(storage.nbytes(), self._device)
         self._storages[key] = weakref.ref(storage, lambda _: self._release(key)), self.category, size
         self.live[self.category] += size
         self.max[self.category] = max(self.max[self.category], self.live[self.category])
@@ -149,11 +158,14 @@ class MemoryTracker(TorchDispatchMode):
     def _update_peak(self, workspace: int) -> None:
         """`workspace`: bytes that a kernel allocates and frees while it runs."""
         total = self.live.total() + workspace
+        backward = torch._C._current_autograd_node() is not None
+        phase = "step" if self.category == "temporaries" else "backward" if backward else "forward"
         if total > self.peak:
-            self.peak, self.at_peak = total, Counter(self.live)
+            self.peak, self.at_peak, self.phase = total, Counter(self.live), phase
             self.at_peak[self.category] += workspace
-            backward = torch._C._current_autograd_node() is not None
-            self.phase = "step" if self.category == "temporaries" else "backward" if backward else "forward"
+        key = phase, self.live["gradients"]
+        activations = self.live["activations"] + self.live["temporaries"] + workspace
+        self.profile[key] = max(self.profile.get(key, 0), activations)
 
     def _compute_scalars(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         """Compute the values of scalar outputs if all inputs are scalars with known values."""
