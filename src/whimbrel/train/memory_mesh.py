@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import format_bytes
 from whimbrel.distributed.layout import Layout, ParallelConfig, resolve_layout
 from whimbrel.distributed.pipeline import split_layers, stage_indices
-from whimbrel.distributed.strategy import DTYPES
 from whimbrel.distributed.traffic import Network, Workload, step_seconds, traffic
 from whimbrel.distributed.world import launched_processes
 from whimbrel.models import GPT
@@ -59,6 +58,16 @@ def predict_mesh_memory(
     config: RunConfig, layout: Layout, device_type: str, names: Iterable[str] | None = None
 ) -> list[MemoryPrediction]:
     """Predict a step's memory on the rank of `layout` that needs the most, for each optimizer (None: the run's)."""
+    _check(config)
+    config = resolve(config, device_type, layout.dp)
+    predictions = []
+    for name in [config.optim.name] if names is None else names:
+        ranks = predict_pipeline_ranks(with_optimizer(config, name), layout, device_type)
+        predictions.append(max(ranks, key=lambda prediction: prediction.peak))
+    return predictions
+
+
+def _check(config: RunConfig) -> None:
     train = config.train
     for name, is_set in {
         "train.weight_dtype": train.weight_dtype is not None,
@@ -66,12 +75,6 @@ def predict_mesh_memory(
     }.items():
         if is_set:
             raise ConfigError(f"expected no {name} for the memory of several ranks: leave it out")
-    config = resolve(config, device_type, layout.dp)
-    predictions = []
-    for name in [config.optim.name] if names is None else names:
-        ranks = predict_pipeline_ranks(with_optimizer(config, name), layout, device_type)
-        predictions.append(max(ranks, key=lambda prediction: prediction.peak))
-    return predictions
 
 
 def predict_pipeline_ranks(config: RunConfig, layout: Layout, device_type: str) -> list[MemoryPrediction]:
@@ -104,8 +107,9 @@ def _in_param_dtype(config: RunConfig, param_dtype: str | None) -> RunConfig:
     """A run that computes in the dtype in which FSDP gathers parameters."""
     if param_dtype is None:
         return config
-    dtype = str(DTYPES[param_dtype]).removeprefix("torch.")
-    return replace(config, train=replace(config.train, default_dtype=dtype))
+    return replace(
+        config, train=replace(config.train, default_dtype="bfloat16" if param_dtype == "bf16" else "float16")
+    )
 
 
 _measure_passes = cache(measure_passes)
@@ -243,31 +247,67 @@ def choose_strategy(
 ) -> tuple[ParallelConfig, str]:
     """The cheapest layout whose predicted memory fits `memory` bytes per device, and why in one line."""
     network = Network(ranks_per_node=ranks_per_node, **({} if flops is None else {"flops": 0.4 * flops}))
-    fits: list[tuple[float, str, ParallelConfig]] = []
-    rejected: list[str] = []
+    _check(config)
+    plans: list[_Plan] = []
+    impossible: list[ConfigError] = []
     for parallel in _candidates(config, world_size, ranks_per_node):
         try:
             layout = resolve_layout(parallel, world_size, ranks_per_node)
-            candidate = replace(config, parallel=parallel)
-            (prediction,) = predict_mesh_memory(candidate, layout, device_type)
-        except ConfigError:  # the model cannot be divided this way
-            continue
-        name = parallel.strategy if layout.tp * layout.pp == 1 else f"{parallel.strategy} ({layout})"
-        if prediction.peak > FILL * memory:
-            rejected.append(f"{name} needs {format_bytes(prediction.peak)}")
-            continue
-        work = _workload(candidate, prediction)
-        seconds, sent = step_seconds(work, layout, parallel, network), sum(traffic(work, layout, parallel).values())
-        needs = f"needs {format_bytes(prediction.peak)} of {format_bytes(memory)} per device and sends"
-        fits.append((seconds, f"{name} {needs} {format_bytes(int(sent))} per step", parallel))
-    if not fits:
+            plans.append(_plan(config, parallel, layout, network, device_type))
+        except ConfigError as error:
+            impossible.append(error)
+    if not plans:
+        raise impossible[0]
+    rejected: dict[_Plan, str] = {}
+
+    def fits(plan: _Plan) -> bool:
+        if plan.peak > FILL * memory:
+            rejected[plan] = f"{plan.name} needs {format_bytes(plan.peak)}"
+        return plan not in rejected
+
+    # A prediction takes seconds, so only layouts that could be chosen are predicted.
+    fastest = next((plan for plan in sorted(plans, key=lambda plan: plan.seconds) if fits(plan)), None)
+    if fastest is None:
         raise ConfigError(
             f"parallel.strategy = auto: no layout of {world_size} ranks fits {format_bytes(memory)} per device "
-            f"({'; '.join(rejected[-3:])}): use more devices, a smaller train.micro_batch or train.recompute = full"
+            f"({'; '.join([*rejected.values()][-3:])}): use more devices, a smaller train.micro_batch or "
+            "train.recompute = full"
         )
-    fastest = min(seconds for seconds, _, _ in fits)
-    _, reason, parallel = next(item for item in fits if item[0] <= SIMPLER * fastest)
-    return parallel, "; ".join([reason, *rejected[:2]])
+    chosen = next(plan for plan in plans if plan.seconds <= SIMPLER * fastest.seconds and fits(plan))
+    needs = f"needs {format_bytes(chosen.peak)} of {format_bytes(memory)} per device and sends"
+    reason = f"{chosen.name} {needs} {format_bytes(int(chosen.sent))} per step"
+    return chosen.config.parallel, "; ".join([reason, *[*rejected.values()][:2]])
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A layout that `auto` considers."""
+
+    config: RunConfig
+    layout: Layout
+    device_type: str
+    seconds: float
+    sent: float
+    """Bytes per step."""
+
+    @property
+    def name(self) -> str:
+        strategy = self.config.parallel.strategy
+        return str(strategy) if self.layout.tp * self.layout.pp == 1 else f"{strategy} ({self.layout})"
+
+    @cached_property
+    def peak(self) -> int:
+        """Predicted bytes of the rank that needs the most."""
+        return max(rank.peak for rank in predict_pipeline_ranks(self.config, self.layout, self.device_type))
+
+
+def _plan(config: RunConfig, parallel: ParallelConfig, layout: Layout, network: Network, device_type: str) -> _Plan:
+    config = replace(resolve(config, device_type, layout.dp), parallel=parallel)
+    _local_architecture(config.model, layout.tp)  # raise if the model cannot be divided this way
+    list(_pipeline_ranks(config, layout))
+    work = _workload(config)
+    sent = sum(traffic(work, layout, parallel).values())
+    return _Plan(config, layout, device_type, step_seconds(work, layout, parallel, network), sent)
 
 
 def _candidates(config: RunConfig, world_size: int, ranks_per_node: int) -> Iterator[ParallelConfig]:
@@ -284,13 +324,13 @@ def _candidates(config: RunConfig, world_size: int, ranks_per_node: int) -> Iter
                 yield replace(base, strategy="fsdp", tp=tp, pp=pp, pipeline_schedule=schedule)
 
 
-def _workload(config: RunConfig, prediction: MemoryPrediction) -> Workload:
+def _workload(config: RunConfig) -> Workload:
     return Workload(
         parameters=config.model.matrix_parameters,
         layers=config.model.num_layers,
         width=config.model.embd_size,
-        tokens=prediction.micro_batch * config.sequence_length,
-        micro_batches=prediction.accumulation,
+        tokens=(config.train.micro_batch or 1) * config.sequence_length,
+        micro_batches=config.train.accumulation or 1,
         param_bytes=2 if config.parallel.param_dtype is not None else 4,
         activation_bytes=4 if config.train.precision == "fp32" else 2,
         recompute=config.train.recompute == "full",

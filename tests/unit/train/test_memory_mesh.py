@@ -162,6 +162,12 @@ def test_auto_says_if_nothing_fits() -> None:
         choose_strategy(make_config("smollm2-135m", {"strategy": "auto"}), 2, 2, GIB // 8, "cuda")
 
 
+def test_auto_says_what_cannot_be_predicted() -> None:
+    config = make_config("smollm2-135m", {"strategy": "auto"})
+    with pytest.raises(ConfigError, match="got tensorwise: leave it out"):
+        choose_strategy(replace(config, train=replace(config.train, fp8_recipe="tensorwise")), 2, 2, 80 * GIB, "cuda")
+
+
 def test_tensor_parallelism_that_does_not_divide_the_model_raises() -> None:
     with pytest.raises(ConfigError, match="divides model.num_heads = 9"):
         predict_mesh_memory(make_config("smollm2-135m", {"tp": 2}), Layout(tp=2), "cuda")
