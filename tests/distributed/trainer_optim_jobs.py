@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from whimbrel.base.errors import WhimbrelError
 from whimbrel.distributed import ParallelConfig
 from whimbrel.distributed.state import full_tensor, is_sharded
 from whimbrel.precision import quantize_
-from whimbrel.train import Trainer, TrainingArguments
+from whimbrel.train import Trainer, TrainerCallback, TrainingArguments
 from whimbrel.train.arguments import to_config
 from whimbrel.train.config import build_run_config
 
@@ -73,6 +74,40 @@ def finished_run(trainer: Trainer) -> Run:
         weights,
         sum((tensor.to_local() if is_sharded(tensor) else tensor).nbytes for tensor in state),
     )
+
+
+class Bytes(NamedTuple):
+    """Bytes of the storages that a rank has allocated, and the number of parameters."""
+
+    weights: int
+    gradients: int
+    states: int
+    parameters: int
+
+
+class CountGradients(TrainerCallback):
+    all_ranks = True
+    allocated = 0
+
+    def on_pre_optimizer_step(self, **event: Any) -> None:
+        self.allocated = allocated(parameter.grad for parameter in event["model"].parameters())
+
+
+def allocated_bytes(folder: Path, ranks: int, changes: dict[str, Any]) -> Bytes:
+    """Train and count what is allocated before and after the last optimizer step."""
+    config, counter = build_run_config(config_table(folder, ranks, changes)), CountGradients()
+    trainer = Trainer.from_config(config, callbacks=[counter])
+    trainer.train()
+    assert trainer.optimizer is not None
+    parameters = list(trainer.unwrapped_model().parameters())
+    states = (value for state in trainer.optimizer.state.values() for value in state.values())
+    return Bytes(allocated(parameters), counter.allocated, allocated(states), len(parameters))
+
+
+def allocated(tensors: Iterable[Any]) -> int:
+    local = (tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors if isinstance(tensor, Tensor))
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
+    return sum(storages.values())
 
 
 def error_of_run(folder: Path, ranks: int, changes: dict[str, Any]) -> str:

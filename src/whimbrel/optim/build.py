@@ -520,8 +520,11 @@ def _meta_parameter(parameter: Tensor) -> Tensor:
 
 def _nbytes(parameter: Tensor, state: Mapping[str, Any], shards: int) -> int:
     """Bytes of the tensors of a state on this rank, or on the largest of `shards`."""
-    tensors = (to_local(value) for value in state.values() if isinstance(value, Tensor))
-    return sum(_shard_nbytes(parameter, tensor, shards) for tensor in tensors)
+    tensors = {name: to_local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    return sum(
+        tensor.nbytes if name.startswith("basis") else _shard_nbytes(parameter, tensor, shards)  # each rank has bases
+        for name, tensor in tensors.items()
+    )
 
 
 def _shard_nbytes(parameter: Tensor, tensor: Tensor, shards: int) -> int:
