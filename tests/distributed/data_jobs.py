@@ -114,6 +114,38 @@ def make_dataset(examples: list[Any], source: str, batch_size: int) -> Any:
     return examples if source == "list" else DataLoader(examples, batch_size=batch_size, shuffle=True)
 
 
+class ComputeLossTrainer(BaseTrainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_kwargs: Any) -> Any:
+        return model(**inputs)[0]
+
+
+class TrainingStepTrainer(BaseTrainer):
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = model(**inputs)[0]
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def fit_plain_means(method: str, parallel: dict[str, Any], arguments: dict[str, Any]) -> list[list[float]]:
+    """Train on three equal examples with a loss that is a mean of the batch; returns loss and gradient norm by step."""
+    world = join_world(ParallelConfig(**parallel), "cpu")
+    args = TrainingArguments(
+        use_cpu=True, logging_steps=1, learning_rate=1e-12, save_strategy="no", num_train_epochs=1,
+        per_device_train_batch_size=1, max_grad_norm=0, **arguments,
+    )  # fmt: skip
+    classes = {"compute_loss": ComputeLossTrainer, "training_step": TrainingStepTrainer}
+    trainer = classes.get(method, BaseTrainer)(
+        args, make_model("classifier"), world=world, train_dataset=make_examples(1, "classifier") * 3,
+        compute_loss_func=_mean_of_batch if method == "compute_loss_func" else None,
+    )  # fmt: skip
+    trainer.train()
+    return [[entry[name] for name in ("loss", "grad_norm")] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _mean_of_batch(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return nn.functional.cross_entropy(outputs, labels)
+
+
 def make_trainer(settings: dict[str, Any], *, world: World | None = None, **arguments: Any) -> BaseTrainer:
     """A trainer for the settings of a test, in the processes of the group or, with a world of one, alone."""
     kind, count = settings.get("kind", "gpt"), settings.get("count", 25)

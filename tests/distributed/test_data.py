@@ -171,6 +171,20 @@ def test_ranks_train_like_one_process_with_larger_batches(
             assert found["eval"][name] == pytest.approx(value, rel=100 * EVAL_TOLERANCE), name
 
 
+@pytest.mark.parametrize("parallel", [{}, {"strategy": "fsdp"}], ids=str)
+@pytest.mark.parametrize("method", ["compute_loss_func", "compute_loss", "training_step"])
+def test_a_rank_without_samples_has_no_weight_in_plain_means(
+    pool: Pool, tmp_path: Path, method: str, parallel: dict[str, Any]
+) -> None:
+    """Of three equal examples, two ranks have one each, then one rank has the third.
+
+    The mean over ranks is half of it then, except with `compute_loss`, whose means are weighted by targets.
+    """
+    for first, second in pool.run(2, jobs.fit_plain_means, method, parallel, {"output_dir": str(tmp_path)}):
+        share = 1 if method == "compute_loss" else 0.5
+        assert second == pytest.approx([share * value for value in first], rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("count", [13, 16])
 def test_evaluation_on_ranks_equals_that_of_one_process(pool: Pool, tmp_path: Path, count: int) -> None:
     """Of untrained weights, so that only the evaluation differs."""

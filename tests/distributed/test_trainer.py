@@ -14,7 +14,7 @@ from tests.distributed.pool import Pool
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.pipeline import check_micro_batches
-from whimbrel.train.config import ValidationConfig
+from whimbrel.train.config import LoaderConfig, ValidationConfig
 
 SOAK = os.environ.get("WHIMBREL_SOAK", "0") != "0"
 STEPS = 50 if SOAK else 8
@@ -39,6 +39,7 @@ LAYOUTS: list[tuple[str, Layout]] = [
     ("llama", ZERO_BUBBLE),
     ("llama", (4, {"tp": 2, "dp_replicate": 2})),
     ("gpt2", (4, {"pp": 2, "dp_replicate": 2, "pipeline_schedule": "zero-bubble"})),
+    ("frozen-embedding", PP),
     ("hf-llama", ZERO_BUBBLE),
     ("hf-llama", TP),
 ]
@@ -122,6 +123,15 @@ def test_a_pipeline_computes_in_bf16(pool: Pool, reference: References, tmp_path
         assert_equal_curves(curve, reference("gpt2"))
 
 
+def test_a_pipeline_keeps_the_schedules_of_few_lengths(pool: Pool, tmp_path: Path) -> None:
+    data = LoaderConfig(shuffle=False)
+    alone, _ = jobs.run_on_lengths(jobs.make_config(tmp_path / "alone", {}, 6, {}, loader=data), "gpt2", 2)
+    config = jobs.make_config(tmp_path / "pipeline", PP[1], 6, {}, loader=data)
+    for losses, schedules in pool.run(2, jobs.run_on_lengths, config, "gpt2", 2):
+        torch.testing.assert_close(losses, alone, rtol=TOLERANCE, atol=TOLERANCE)
+        assert schedules == 2
+
+
 @pytest.mark.parametrize("saved", [TP, PP], ids=str)
 def test_a_checkpoint_of_a_split_model_resumes_under_other_layouts(pool: Pool, tmp_path: Path, saved: Layout) -> None:
     def resume(folder: Path, layout: Layout, until: int | None = None) -> jobs.Curve:
@@ -167,6 +177,9 @@ def test_too_few_micro_batches_for_a_schedule_are_rejected(schedule: Any, micro_
         (PP, {}, {"compute_metrics": print}, "compute_metrics does not work with a pipeline"),
         (FSDP, {}, {"ema": True}, "ema.decay .EmaCallback. does not work with a model that is spread over ranks"),
         (TP, {}, {"sample": True}, "sample.every .SampleCallback. does not work with a model that is spread over"),
+        (TP, {"precision": "fp16"}, {}, "fp16 does not work with parallel.tp = 2: use bf16"),
+        (TP, {}, {"model": "one-kv-head"}, "parallel.tp that divides kv_heads = 1, got 2"),
+        (TP, {}, {"model": "hf-one-kv-head"}, "parallel.tp that divides num_key_value_heads = 1, got 2"),
         (
             (2, {"pp": 2, "strategy": "fsdp", "dp_shard": 1, "pipeline_schedule": "zero-bubble"}),
             {}, {}, "zero-bubble does not work with fsdp",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "position": "rope", "norm": "rms", "gated_mlp": True, "activation": "silu", "bias": "none",
         "num_kv_heads": 2, "qk_norm": "weighted", "tied_head": False,
     },
+    "one-kv-head": {"num_kv_heads": 1},
 }  # fmt: skip
 Curve = list[dict[str, float]]
 """Loss, gradient norm and evaluation loss by step."""
@@ -40,6 +42,10 @@ def make_model(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind in MODELS:
         return GPT(GPTConfig(**SIZES, **MODELS[kind]))
+    if kind == "frozen-embedding":
+        model = make_model("gpt2")
+        model.get_parameter("transformer.wte.weight").requires_grad_(False)
+        return model
     import transformers
 
     if kind == "hf-gpt2":
@@ -49,8 +55,9 @@ def make_model(kind: str) -> nn.Module:
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=16, intermediate_size=32,
-        vocab_size=VOCAB, max_position_embeddings=LENGTH, tie_word_embeddings=False,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1 if kind == "hf-one-kv-head" else 2,
+        hidden_size=16, intermediate_size=32, vocab_size=VOCAB, max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -96,6 +103,19 @@ def run(config: TrainerConfig, kind: str) -> Curve:
     ]
 
 
+def run_on_lengths(config: TrainerConfig, kind: str, limit: int) -> tuple[list[float], int]:
+    """Train on sequences of another length in every step, with at most `limit` schedules; returns losses, schedules."""
+    batch, data = config.train.micro_batch * (config.train.accumulation or 1), examples()
+    for index, example in enumerate(data):
+        length = (4, 5, 6, 4, 7, 5)[index // batch % 6]
+        data[index] = {name: values[:length] for name, values in example.items()}
+    with mock.patch("whimbrel.distributed.pipeline.MAX_SCHEDULES", limit):
+        trainer = BaseTrainer(config, make_model(kind), train_dataset=data)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, len(getattr(trainer.model, "_schedules", ()))
+
+
 def run_in_parts(
     folder: Path, settings: dict[str, Any], kind: str, steps: int, until: int | None = None, train: Any = None
 ) -> Curve:
@@ -117,7 +137,8 @@ def rejection(config: TrainerConfig, options: dict[str, Any]) -> str:
     """The error of a run that must not start."""
     kinds: dict[str, Any] = {"ema": EmaCallback(0.9), "sample": SampleCallback(lambda *_: "", 1)}
     callbacks = [callback for name, callback in kinds.items() if options.pop(name, False)]
-    trainer = BaseTrainer(config, make_model("gpt2"), train_dataset=examples(), callbacks=callbacks, **options)
+    model = make_model(options.pop("model", "gpt2"))
+    trainer = BaseTrainer(config, model, train_dataset=examples(), callbacks=callbacks, **options)
     try:
         trainer.train()
     except ConfigError as error:

@@ -71,8 +71,12 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in (*SIZES, "timeout", "sync_every", "fragments", "delta_rank"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"expected parallel.{name} > 0, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"expected parallel.{name} > 0 and finite, got {value}")
+        if not 0 < self.outer_lr < math.inf:
+            raise ConfigError(f"expected parallel.outer_lr > 0 and finite, got {self.outer_lr}")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(f"expected parallel.outer_momentum in [0, 1), got {self.outer_momentum}")
         if self.strategy in ("ddp", "diloco") and (self.dp_shard or 1) > 1:
             raise ConfigError(
                 f"parallel.strategy = {self.strategy} replicates the model, got dp_shard = {self.dp_shard}: use hsdp"
@@ -136,10 +140,13 @@ def resolve_layout(config: ParallelConfig, world_size: int, ranks_per_node: int)
         )
     strategy = config.strategy or "ddp"
     sizes = {name: getattr(config, name) for name in SIZES}
-    if strategy == "hsdp" and sizes["dp_shard"] is None:
-        sizes["dp_shard"] = math.gcd(ranks_per_node, world_size)
-    fill = FILLS[strategy]
-    known = math.prod(size or 1 for size in sizes.values())
+    fill, known = FILLS[strategy], math.prod(size or 1 for size in sizes.values())
+    if strategy == "hsdp" and sizes["dp_shard"] is None and sizes["dp_replicate"] is not None:
+        fill = "dp_shard"
+    elif strategy == "hsdp" and sizes["dp_shard"] is None and world_size % known == 0:
+        # Shards are in one node, next to those of tp.
+        sizes["dp_shard"] = math.gcd(max(1, ranks_per_node // (sizes["tp"] or 1)), world_size // known)
+        known *= sizes["dp_shard"]
     if sizes[fill] is None and world_size % known == 0:
         sizes[fill] = world_size // known
     layout = Layout(**{name: size or 1 for name, size in sizes.items()})

@@ -40,6 +40,8 @@ IGNORED = -100
 """Target without a loss."""
 TWO_STAGES = ("interleaved", "zero-bubble")
 """Schedules in which every rank has two stages."""
+MAX_SCHEDULES = 8
+"""Shapes of micro-batches whose schedules, with their buffers, are kept."""
 Tie = list[tuple[nn.Module, str]]
 """The places of one shared parameter: modules and attributes."""
 
@@ -280,10 +282,12 @@ class PipelineModel(nn.Module):
         batch = _pad(micro_batches, self.micro_batches)
         self._num_items, losses = num_items.to(self._device), list[Tensor]()
         shapes = tuple((name, tensor.shape) for name, tensor in batch.items())
-        if shapes not in self._schedules:
-            self._schedules[shapes] = self._make_schedule()
+        schedule = self._schedules.pop(shapes, None) or self._make_schedule()
+        self._schedules[shapes] = schedule
+        if len(self._schedules) > MAX_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]  # the one not used for longest
         inputs, target = batch.pop("input_ids"), batch["targets"] if self._has_last else None
-        self._schedules[shapes].step(*([inputs] if self._has_first else []), target=target, losses=losses, **batch)
+        schedule.step(*([inputs] if self._has_first else []), target=target, losses=losses, **batch)
         loss = torch.zeros((), device=self._device)
         for part in losses:
             loss += part.detach()
@@ -362,7 +366,7 @@ def find_ties(model: nn.Module) -> list[Tie]:
 
 
 def _restore_ties(ties: Sequence[Tie], stages: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Share parameters again that FSDP replaced in this rank's stages; returns those that this rank has."""
+    """Share parameters again that FSDP replaced in this rank's stages; returns those that this rank trains."""
     own = {module for stage in stages for module in stage.modules()}
     restored = []
     for tie in ties:
@@ -370,7 +374,8 @@ def _restore_ties(ties: Sequence[Tie], stages: Sequence[nn.Module]) -> list[nn.P
         if current is not None:
             for module, name in tie:
                 setattr(module, name, current)
-            restored.append(current)
+            if current.requires_grad:
+                restored.append(current)
     return restored
 
 

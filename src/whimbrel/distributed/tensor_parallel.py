@@ -39,6 +39,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     modules = {name: style for name, _ in model.named_modules() if (style := _style_of(name, plan)) is not None}
     if not modules:
         raise ConfigError(f"{type(model).__name__} has no tensor-parallel plan: set parallel.tp = 1, use fsdp instead")
+    _check_heads(model, size)
     styles: dict[str, ParallelStyle] = {}
     for name, style in modules.items():
         module = model.get_submodule(name)
@@ -60,6 +61,15 @@ def row_order(rows: tuple[int, ...], size: int) -> Tensor:
     """Indices of the rows of fused matrices (with `rows` rows each) so that `size` equal parts hold a part of each."""
     parts = [part.chunk(size) for part in torch.arange(sum(rows)).split(rows)]
     return torch.cat([part[rank] for rank in range(size) for part in parts])
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    """Raise ConfigError if ranks would get parts of heads."""
+    config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
+    for name in ("num_attention_heads", "num_heads", "num_key_value_heads", "kv_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(f"expected parallel.tp that divides {name} = {heads}, got {size}: lower tp, or use fsdp")
 
 
 def _reorder_rows(linear: Any, name: str, size: int) -> None:

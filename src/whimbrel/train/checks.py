@@ -149,6 +149,8 @@ def check_parallel(trainer: Any) -> None:
                 raise ConfigError(f"{names[name]} ({name}) does not work with {spread}: leave it out, or use ddp")
     if layout.tp > 1 and train.linear_recipe is not None:
         raise ConfigError(f"fp8 and quantized training do not work with parallel.tp = {layout.tp}: use fsdp")
+    if layout.tp > 1 and train.precision == "fp16":
+        raise ConfigError(f"train.precision = fp16 does not work with parallel.tp = {layout.tp}: use bf16")
     if layout.pp == 1:
         return
     methods = ("compute_loss", "training_step", "prediction_step")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from whimbrel.base.errors import DataError
 from whimbrel.distributed import unwrap
@@ -33,7 +33,7 @@ __all__ = [
     "loss_and_logits_from_outputs",
     "loss_from_outputs",
     "scalar_loss",
-    "unpack_filler",
+    "zero_backward",
 ]
 
 LossFunction = Callable[..., Tensor]
@@ -59,9 +59,16 @@ class Filler:
     batch: Any
 
 
-def unpack_filler(batch: Any, num_items: Tensor) -> tuple[Any, Tensor]:
-    """A batch and the divisor of its loss: infinity for a filler, whose loss and gradient are 0 then."""
-    return (batch.batch, num_items * math.inf) if isinstance(batch, Filler) else (batch, num_items)
+class zero_backward(TorchFunctionMode):  # noqa: N801 # a context, as torch.no_grad
+    """In this context, backward passes run with losses times 0, wherever they are called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Change the losses of `Tensor.backward` and `torch.autograd.backward`."""
+        if func is Tensor.backward:
+            args = (args[0] * 0, *args[1:])
+        elif func is torch.autograd.backward:
+            args = ([loss * 0 for loss in args[0]], *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 class Objective(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision
 from whimbrel.train.batches import Batches, token_count
 from whimbrel.train.device import Stopwatch
-from whimbrel.train.objectives import Filler, LossOutput, ModelObjective, Objective, unpack_filler
+from whimbrel.train.objectives import Filler, LossOutput, ModelObjective, Objective, zero_backward
 
 __all__ = ["NonFiniteError", "Scheduler", "StepMetrics", "TrainStep"]
 
@@ -141,22 +142,32 @@ class TrainStep:
         loss = torch.zeros((), device=num_items.device)
         extra: dict[str, Tensor] = {}
         for index, batch in enumerate(micro_batches, start=1):
-            batch, divisor = unpack_filler(batch, num_items)
             with gradient_sync(self.model, last=index == len(micro_batches)):
-                if self.training_step is not None:
-                    output = LossOutput(self.training_step(batch, divisor))  # runs its own backward pass
-                else:
-                    with self.precision.autocast():
-                        output = self.objective(self.model, batch, divisor)
-                assert output.loss is not None
-                if self.training_step is None:
-                    self.precision.scale(output.loss).backward()
+                output = self._run_micro_batch(batch, num_items)
+            assert output.loss is not None
             loss += output.loss.detach()
             for name, value in output.metrics.items():
                 extra[name] = extra.get(name, 0.0) + value.detach()
             if index < len(micro_batches):
                 self.dispatch("on_substep_end")
         return loss, extra
+
+    def _run_micro_batch(self, batch: Any, num_items: Tensor) -> LossOutput:
+        """Forward and backward pass; those of a filler have weight 0, even if it ignores `num_items`."""
+        batch, is_filler = (batch.batch, True) if isinstance(batch, Filler) else (batch, False)
+        if self.training_step is not None:
+            with zero_backward() if is_filler else contextlib.nullcontext():
+                output = LossOutput(self.training_step(batch, num_items))  # runs its own backward pass
+        else:
+            with self.precision.autocast():
+                output = self.objective(self.model, batch, num_items)
+            assert output.loss is not None
+            self.precision.scale(output.loss * 0 if is_filler else output.loss).backward()
+        if not is_filler:
+            return output
+        return LossOutput(
+            torch.zeros_like(num_items), None, {name: value * 0 for name, value in output.metrics.items()}
+        )
 
     def flush_metrics(self, report: Callable[[StepMetrics, dict[str, float]], None], *, keep: int = 0) -> None:
         """Report the metrics of all steps but the last `keep`, waiting for the device.
