@@ -43,10 +43,24 @@ def write_recipe(run: DistributedRun, steps: int) -> None:
     (run.folder / "recipe.toml").write_text(RECIPE.format(steps=steps, every=10, timeout=60))
 
 
-def test_control_saves_and_stops_a_run_of_two_processes(run: DistributedRun, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def losses_of_one_process(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "recipe.toml").write_text(RECIPE.format(steps=12, every=10, timeout=60))
+    train(load_run_config(folder / "recipe.toml", [f"--output_dir={folder}/run", f"--data.path={shards}"]))
+    return {line["after"]: line["loss"] for line in read_log(folder / "run/log.jsonl") if line["kind"] == "step"}
+
+
+def test_auto_run_of_two_processes_says_its_strategy_and_obeys_control(
+    run: DistributedRun, losses_of_one_process: dict[int, float], capfd: pytest.CaptureFixture[str]
+) -> None:
     write_recipe(run, 100_000)
-    run.start(*WHIMBREL, "train", "recipe.toml", "--plain", "--nproc", 2, "--checkpoint.every=none")
-    run.wait(run.is_stepping)
+    options = ("--nproc", 2, "--parallel.strategy=auto", "--checkpoint.every=none")
+    run.start(*WHIMBREL, "train", "recipe.toml", "--plain", *options)
+    run.wait(lambda: len(run.losses()) > len(losses_of_one_process))
+    first = {step: loss for step, loss in run.losses().items() if step in losses_of_one_process}
+    assert first == pytest.approx(losses_of_one_process, rel=1e-5)
+    assert len(re.findall("^Strategy .auto.: ddp needs .* per device and sends .* per step$", run.text(), re.M)) == 1
     assert run.text().count("Distributed: ddp over 2 processes (dp_replicate=2), gloo, cpu") == 1
     assert whimbrel("control", "run", "status") == 0
     assert whimbrel("control", "run", "save") == 0
@@ -59,7 +73,7 @@ def test_control_saves_and_stops_a_run_of_two_processes(run: DistributedRun, cap
     assert max(list_checkpoints(run.folder / "run")) == len(run.losses())
 
 
-def test_two_agents_train_like_one_process(run: DistributedRun) -> None:
+def test_two_agents_train_like_one_process(run: DistributedRun, losses_of_one_process: dict[int, float]) -> None:
     write_recipe(run, 12)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -70,9 +84,7 @@ def test_two_agents_train_like_one_process(run: DistributedRun) -> None:
     assert [launcher.wait(120) for launcher in run.launchers] == [0, 0], run.text()
     run.wait_for_exit()
     assert run.starts() == 1
-    train(load_run_config(Path("recipe.toml"), ["--output_dir=alone"]))
-    alone = {line["after"]: line["loss"] for line in read_log(Path("alone/log.jsonl")) if line["kind"] == "step"}
-    assert run.losses() == pytest.approx(alone, rel=1e-5)
+    assert run.losses() == pytest.approx(losses_of_one_process, rel=1e-5)
 
 
 def test_error_of_one_rank_ends_all_ranks_with_its_line_and_exit_code(run: DistributedRun) -> None:

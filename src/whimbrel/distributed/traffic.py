@@ -51,6 +51,8 @@ class Network:
     between_nodes: float = 40e9
     flops: float = 400e12
     """FLOP/s of a device in a step without communication: its peak times the MFU of one device."""
+    latency: float = 20e-6
+    """Seconds that a collective operation takes at least."""
 
 
 def traffic(workload: Workload, layout: Layout, config: ParallelConfig) -> dict[str, float]:
@@ -75,6 +77,18 @@ def traffic(workload: Workload, layout: Layout, config: ParallelConfig) -> dict[
     }
 
 
+def _collectives(work: Workload, layout: Layout, config: ParallelConfig) -> dict[str, float]:
+    """Collective operations of a rank per optimizer step, by mesh dimension. DDP reduces a few large buckets."""
+    layers = work.layers / layout.pp
+    counts = {
+        "pp": 2 * work.micro_batches,
+        "dp_replicate": 1.0 / (config.sync_every if config.strategy == "diloco" else 1),
+        "dp_shard": work.micro_batches * (layers + 1) * (3 if config.reshard_after_forward else 2),
+        "tp": work.micro_batches * 2 * layers * (3 if work.recompute else 2),
+    }
+    return {name: count if getattr(layout, name) > 1 else 0 for name, count in counts.items()}
+
+
 def _delta_fraction(work: Workload, config: ParallelConfig) -> float:
     """The size of a DiLoCo delta as sent, relative to fp32."""
     if config.delta_rank is None:
@@ -95,11 +109,11 @@ def step_seconds(workload: Workload, layout: Layout, config: ParallelConfig, net
 
     A dimension whose ranks fit on one machine, next to those of faster dimensions, uses its bandwidth.
     """
-    neighbors, seconds = 1, dict[str, float]()
+    neighbors, seconds, counts = 1, dict[str, float](), _collectives(workload, layout, config)
     for name, sent in reversed(traffic(workload, layout, config).items()):
         neighbors *= getattr(layout, name)
         bandwidth = network.within_node if neighbors <= network.ranks_per_node else network.between_nodes
-        seconds[name] = sent / bandwidth
+        seconds[name] = sent / bandwidth + counts[name] * network.latency
     tokens = workload.tokens * workload.micro_batches
     flops = (8 if workload.recompute else 6) * workload.parameters * tokens / (layout.tp * layout.pp)
     bubble = (layout.pp - 1) / workload.micro_batches

@@ -48,6 +48,8 @@ FEW_LAYERS = (2, 4)
 """Layers of the models on which activations are measured."""
 PREFETCHED_BLOCKS = 2
 """Blocks that FSDP holds gathered at a time: the current one, and the next."""
+CPU_NETWORK = Network(within_node=5e9, between_nodes=1e9, flops=1e11, latency=5e-4)
+"""A few cores per process, and gloo."""
 SIMPLER = 1.1
 """How much longer a step of a simpler layout may take."""
 FILL = 0.92
@@ -246,7 +248,9 @@ def choose_strategy(
     config: RunConfig, world_size: int, ranks_per_node: int, memory: int, device_type: str, flops: float | None = None
 ) -> tuple[ParallelConfig, str]:
     """The cheapest layout whose predicted memory fits `memory` bytes per device, and why in one line."""
-    network = Network(ranks_per_node=ranks_per_node, **({} if flops is None else {"flops": 0.4 * flops}))
+    network = replace(CPU_NETWORK if device_type == "cpu" else Network(), ranks_per_node=ranks_per_node)
+    if flops is not None:
+        network = replace(network, flops=0.4 * flops)
     _check(config)
     plans: list[_Plan] = []
     impossible: list[ConfigError] = []

@@ -157,6 +157,13 @@ def test_auto_chooses_the_simplest_strategy_that_fits(gib: float, expected: str)
     assert ("ddp needs" in reason.partition(";")[2]) == (expected != "ddp")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_does_not_split_the_layers_of_a_model_that_fits(device: str) -> None:
+    """All-reduces of tensor parallelism take longer than the computation of a small model."""
+    config = make_config("smollm2-135m", {"strategy": "auto"}, num_layers=2, embd_size=64, num_heads=2, num_kv_heads=2)
+    assert choose_strategy(config, 2, 2, 80 * GIB, device)[0].strategy == "ddp"
+
+
 def test_auto_says_if_nothing_fits() -> None:
     with pytest.raises(ConfigError, match=r"no layout of 2 ranks fits .* more devices"):
         choose_strategy(make_config("smollm2-135m", {"strategy": "auto"}), 2, 2, GIB // 8, "cuda")
