@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.distributed.trainer_jobs import LENGTH, VOCAB, make_model
 
 from whimbrel.base.errors import WhimbrelError
+from whimbrel.distributed import ParallelConfig, join_world
 from whimbrel.distributed.failure import meet
 from whimbrel.train import TrainerCallback, TrainingArguments, strategies, trainer
 
@@ -32,7 +33,46 @@ class Events(TrainerCallback):
         event["control"].should_training_stop |= event["state"].global_step == 5 and not self.all_ranks
 
 
-def train_with_accelerate(folder: str) -> dict[str, Any]:
+class FlagSetter(TrainerCallback):
+    """Requests evaluations in events that only rank 0 sees."""
+
+    def on_log(self, **event: Any) -> None:
+        event["control"].should_evaluate |= event["state"].global_step == 2
+
+    def on_epoch_end(self, **event: Any) -> None:
+        event["control"].should_evaluate = True
+
+    def on_train_metrics(self, **event: Any) -> None:
+        event["control"].should_save |= event["metrics"]["step"] == 3
+
+
+def train_with_flags(folder: str) -> list[int]:
+    """The steps after which the model was evaluated, and saved, as a callback of rank 0 requested."""
+    logging.disable(logging.INFO)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, VOCAB, (LENGTH,), generator=generator) for _ in range(64)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    args = TrainingArguments(
+        output_dir=folder, max_steps=5, per_device_train_batch_size=4, logging_steps=1, save_strategy="no",
+        eval_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    ours = trainer.Trainer(
+        args, make_model("gpt2"), train_dataset=data, eval_dataset=data[:4], callbacks=[FlagSetter()]
+    )
+    ours.train()
+    return [entry["step"] for entry in ours.state.log_history if "eval_loss" in entry]
+
+
+def group_timeouts(sizes: dict[str, int]) -> dict[str, float]:
+    """The timeout in seconds of each process group of a mesh."""
+    world = join_world(ParallelConfig(**sizes, timeout=20.0), "cpu")
+    found = {}
+    for name, group in world.groups().items():
+        found[name] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return found
+
+
+def train_with_accelerate(folder: str, parallel: dict[str, Any] | None = None) -> dict[str, Any]:
     """As `train`, in the environment that torchrun sets: Accelerate reads it."""
     from accelerate.state import AcceleratorState
 
@@ -40,7 +80,7 @@ def train_with_accelerate(folder: str) -> dict[str, Any]:
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     try:
         with mock.patch.dict(os.environ, variables):
-            return train("AccelTrainer", folder)
+            return train("AccelTrainer", folder, parallel)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 

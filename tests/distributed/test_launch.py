@@ -105,6 +105,43 @@ def test_error_of_all_ranks_is_printed_once(run: DistributedRun) -> None:
     assert "whimbrel: expected parallel sizes whose product is the number of processes, 2, got tp = 3" in line
 
 
+SCRIPT = """
+import os
+import torch
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.train import Trainer, TrainerCallback, TrainingArguments
+
+class Fault(TrainerCallback):
+    all_ranks = True
+
+    def on_step_end(self, **event):
+        is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if is_first and os.environ["RANK"] == "1" and event["state"].global_step == 5:
+            raise ValueError("injected")
+
+torch.manual_seed(0)
+model = GPT(GPTConfig(num_layers=1, num_heads=2, embd_size=16, vocab_size=32, context_length=8))
+rows = torch.arange(256).view(32, 8) % 32
+args = TrainingArguments(
+    output_dir="run", overwrite_output_dir=True, max_steps=7, per_device_train_batch_size=2, save_steps=2,
+    logging_steps=1, use_cpu=True, disable_tqdm=True,
+)
+data = [{"input_ids": row, "labels": row} for row in rows]
+trainer = Trainer(args, model, train_dataset=data, callbacks=[Fault()])
+trainer.train()
+print("RESUMED" if trainer.resumed_from is not None else "NEW", flush=True)
+"""
+
+
+def test_restarted_script_resumes_and_prints_the_error(run: DistributedRun) -> None:
+    (run.folder / "script.py").write_text(SCRIPT)
+    run.start(*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, "script.py")
+    assert run.wait_for_exit() == 0, run.text()
+    assert run.text().count("ValueError: injected") == 1
+    assert (run.text().count("RESUMED"), run.text().count("NEW")) == (2, 0)
+    assert {4, 6} <= list_checkpoints(run.folder / "run").keys()
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return jobs.train("Trainer", str(tmp_path_factory.mktemp("alone")))
@@ -133,6 +170,22 @@ def test_trainers_train_like_one_process_and_stop_together(
         assert found["steps"] == (5, 5, 5 if rank == 0 else 0)  # only rank 0 calls a callback without all_ranks
         assert found["process"] == (2, rank, rank == 0)
         assert found["gathered"] == [0, 1]
+
+
+def test_accel_trainer_refuses_other_layouts_than_data_parallelism(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(2, jobs.train_with_accelerate, str(tmp_path), {"tp": 2}):
+        assert "AccelTrainer does not work with parallel sizes tp=2" in found["error"]
+
+
+def test_flags_that_callbacks_of_rank_0_set_reach_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    for evaluated in pool.run(2, jobs.train_with_flags, str(tmp_path)):
+        assert evaluated == [2, 5]
+    assert 3 in list_checkpoints(tmp_path)
+
+
+def test_all_groups_of_a_mesh_have_the_configured_timeout(pool: Pool) -> None:
+    for timeouts in pool.run(4, jobs.group_timeouts, {"tp": 2, "dp_replicate": 2}):
+        assert set(timeouts.values()) == {20.0}
 
 
 def test_trainer_of_another_strategy_is_refused(pool: Pool, tmp_path: Path) -> None:

@@ -26,7 +26,16 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from whimbrel.base.errors import ParallelError, WhimbrelError
 
-__all__ = ["end_process", "explain", "leave", "meet", "rank_prefix", "report_failure", "watch_peers"]
+__all__ = [
+    "end_process",
+    "explain",
+    "leave",
+    "meet",
+    "rank_prefix",
+    "report_failure",
+    "report_uncaught_exceptions",
+    "watch_peers",
+]
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 10.0
@@ -40,7 +49,7 @@ EXIT_SECONDS = 0.2
 """For communication threads to free their last tensors before Python exits: they abort the process afterwards."""
 
 LOST = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|socket closed|remote process", re.I)
-TIMED_OUT = re.compile(r"timed? ?out", re.I)
+TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|wait timeout after|collective operation timeout", re.I)
 
 
 class Watch:
@@ -152,18 +161,26 @@ def end_process(code: int) -> None:
 
 
 def watch_peers(store_prefix: str, rank: int, timeout: float) -> None:
-    """Start to watch the other ranks, and report uncaught exceptions to them."""
+    """Start to watch the other ranks."""
     global _watch
     _watch = Watch(PrefixStore(f"whimbrel/{store_prefix}", _connect(CONNECT_SECONDS)), rank, timeout)
+
+
+def report_uncaught_exceptions() -> None:
+    """Report uncaught exceptions to the other ranks; call it after init_process_group.
+
+    torch's own hook, which adds the rank, prints what the hook before it wrote: ours exits, so it has to be outermost.
+    """
     previous = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or report_failure(error)[0]:
+        prints, code = report_failure(error) if isinstance(error, Exception) else (True, 1)
+        if prints:
             previous(kind, error, trace)
         else:
             _print(f"{rank_prefix()}stopped, because another rank failed")
         _flush()
-        os._exit(1)
+        os._exit(code)
 
     sys.excepthook = report
 

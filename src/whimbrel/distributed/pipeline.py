@@ -10,6 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -202,6 +203,8 @@ class PipelineModel(nn.Module):
         device: torch.device,
         mesh: DeviceMesh,
         replicas: dist.ProcessGroup | None = None,
+        *,
+        timeout: float,
     ) -> None:
         super().__init__()
         self.module, self._replicas = module, replicas
@@ -218,7 +221,7 @@ class PipelineModel(nn.Module):
         self._schedules: dict[Any, Any] = {}
         self._num_items = torch.ones((), device=device)
         self._tied = _restore_ties(ties, stages)
-        self._tied_group = _tied_group(mesh) if ties and schedule != "zero-bubble" else None
+        self._tied_group = _tied_group(mesh, timeout) if ties and schedule != "zero-bubble" else None
         if self._tied_group is not None and self._has_last:
             for parameter in self._tied:
                 parameter.is_copy = True  # type: ignore[attr-defined] # of the first stage's: it counts once in a norm
@@ -379,11 +382,11 @@ def _restore_ties(ties: Sequence[Tie], stages: Sequence[nn.Module]) -> list[nn.P
     return restored
 
 
-def _tied_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def _tied_group(mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup | None:
     """The first and the last rank of this rank's pipeline; None for ranks in between."""
     pipelines = mesh.mesh.flatten(1).T
     pairs = [[int(ranks[0]), int(ranks[-1])] for ranks in pipelines]
-    group, _ = dist.new_subgroups_by_enumeration(pairs)
+    group, _ = dist.new_subgroups_by_enumeration(pairs, timeout=timedelta(seconds=timeout))
     found: dist.ProcessGroup | None = group
     return found
 

@@ -179,7 +179,7 @@ def gradient_norm(parameters: Iterable[Tensor], world: World) -> Tensor:
             if not kind.is_replicate():
                 dist.all_reduce(squares[-1], group=placement[0].get_group(dim))
     assert world.mesh is not None
-    square = torch.stack([torch.zeros((), device=world.mesh.device_type), *squares]).sum()
+    square = torch.stack(squares).sum() if squares else torch.zeros((), device=world.mesh.device_type)
     if world.layout.pp > 1:
         dist.all_reduce(square, group=world.mesh["pp"].get_group())
     return square.sqrt()

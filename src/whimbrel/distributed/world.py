@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from whimbrel.base.errors import ConfigError, ParallelError, WhimbrelError, WriteError
-from whimbrel.distributed.failure import leave, meet, watch_peers
+from whimbrel.distributed.failure import leave, meet, report_uncaught_exceptions, watch_peers
 from whimbrel.distributed.layout import SIZES, Layout, ParallelConfig, resolve_layout
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class World:
         if mesh is not None:
             data = mesh["dp_replicate", "dp_shard"]._flatten("dp")
             self.dp_rank, self.dp_group = data.get_local_rank(), data.get_group()
+        if self.size > 1 and dist.get_backend() != "fake":
+            for group in self.groups().values():
+                _set_pg_timeout(timedelta(seconds=timeout), group)
 
     @property
     def size(self) -> int:
@@ -142,16 +146,16 @@ class World:
         """
         if self.size == 1:
             return [action()]
-        value, failure = None, None
+        value, cause = None, None
         try:
             value = action()
         except Exception as error:
-            failure = _portable(error)
-        outcomes = self.gather((value, failure))
+            cause = error
+        outcomes = self.gather((value, None if cause is None else _portable(cause)))
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
                 error_class, message = failed
-                raise error_class(f"rank {rank}: {message}")
+                raise error_class(f"rank {rank}: {message}") from (cause if rank == self.rank else None)
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def barrier(self) -> None:
@@ -227,10 +231,17 @@ def join_world(config: ParallelConfig, device_type: str) -> World:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         logger.info(
             "Distributed: %s over %d processes (%s), %s, %s%s",
-            config.strategy or "ddp", size, layout, "nccl" if device_type == "cuda" else "gloo", device_type,
+            _strategy_name(config, layout), size, layout, "nccl" if device_type == "cuda" else "gloo", device_type,
             "" if restart == "0" else f", restart {restart}",
         )  # fmt: skip
     return world
+
+
+def _strategy_name(config: ParallelConfig, layout: Layout) -> str:
+    """The configured strategy; if only sizes are set, the dimensions in use."""
+    names = {"dp_replicate": "ddp", "dp_shard": "fsdp"}
+    used = [names.get(name, name) for name in SIZES if getattr(layout, name) > 1]
+    return config.strategy or " x ".join(used)
 
 
 @functools.lru_cache(maxsize=8)
@@ -265,6 +276,7 @@ def _init_process_group(config: ParallelConfig, device_type: str, size: int) -> 
         watch_peers(name, rank, config.timeout)
         store = PrefixStore(name, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        report_uncaught_exceptions()
     except (ValueError, RuntimeError) as error:
         if isinstance(error, ParallelError):
             raise

@@ -516,7 +516,9 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, wo
     assert world.mesh is not None
     schedule, micro_batches = config.parallel.pipeline_schedule, train.accumulation or 1
     replicas = world.dp_group if layout.dp > 1 and reduces_itself(world, config.parallel) else None
-    return PipelineModel(model, stages, ties, schedule, micro_batches, device, world.mesh, replicas)
+    return PipelineModel(
+        model, stages, ties, schedule, micro_batches, device, world.mesh, replicas, timeout=config.parallel.timeout
+    )
 
 
 def _split_stages(model: nn.Module, config: TrainerConfig, device: torch.device, world: World) -> list[nn.Module]:

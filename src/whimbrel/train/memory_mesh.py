@@ -233,6 +233,8 @@ def local_numel(tensor: Tensor, shards: int) -> int:
 
 def resolve_strategy(config: RunConfig) -> RunConfig:
     """Replace `parallel.strategy = "auto"` with the cheapest strategy that fits the devices, and say why."""
+    if config.parallel.strategy != "auto":
+        return config
     world_size = launched_processes()
     if world_size == 1:
         return replace(config, parallel=ParallelConfig())

@@ -11,9 +11,12 @@ import math
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.files import atomic_file
@@ -21,7 +24,10 @@ from whimbrel.checkpoint import step_directories
 from whimbrel.config import dump_toml, load_toml, to_table
 
 if TYPE_CHECKING:
+    from whimbrel.distributed import World
     from whimbrel.train.config import TrainerConfig
+
+    ConfigT = TypeVar("ConfigT", bound=TrainerConfig)
 
 __all__ = [
     "LOG_FILE",
@@ -34,13 +40,15 @@ __all__ = [
     "log_line",
     "log_path",
     "read_log",
+    "record_launch",
     "record_settings",
+    "resume_after_restart",
     "to_json",
     "tokens_after",
     "truncate_log",
 ]
 
-CONFIG_FILE, LOG_FILE = "config.toml", "log.jsonl"
+CONFIG_FILE, LOG_FILE, LAUNCH_FILE = "config.toml", "log.jsonl", ".launch"
 SESSION_ONLY = ("resume", "overwrite_output_dir")
 """Settings of one `train()` call, not of the run: recorded, they would apply to the next session too."""
 
@@ -71,6 +79,49 @@ def check_directory(config: TrainerConfig, *, explicit: bool) -> None:
     if config.resume.latest and not checkpoints:
         level = logging.WARNING if explicit else logging.INFO
         logger.log(level, "No checkpoint found in %s: starting a new run", directory)
+
+
+def resume_after_restart(config: ConfigT, world: World) -> ConfigT:
+    """The config of a process that torch elastic restarted: resume the newest checkpoint, if there is one.
+
+    `overwrite_output_dir`, `resume.path` and a missing `resume.latest` apply to the first start only.
+    """
+    if world.on_main(partial(_is_restart, config.output_dir)):
+        resume = replace(config.resume, latest=True, path=None)
+        return replace(config, overwrite_output_dir=False, resume=resume)
+    return config
+
+
+def record_launch(directory: Path) -> None:
+    """Record which launch of torch elastic trains in the directory. The caller holds its lock."""
+    if (launch := _launch()) is not None:
+        with atomic_file(directory / LAUNCH_FILE, "w") as file:
+            file.write(json.dumps(launch))
+
+
+def _is_restart(directory: Path) -> bool:
+    """Whether another process of the same launch has saved checkpoints here."""
+    launch = _launch()
+    if launch is None or not step_directories(directory):
+        return False
+    try:
+        recorded = json.loads((directory / LAUNCH_FILE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    # One process may train several times, so its own record is not that of a restart.
+    return bool(recorded["id"] == launch["id"] and recorded != launch)
+
+
+def _launch() -> dict[str, Any] | None:
+    """The launch of torch elastic that started this process, and the process; None without torch elastic.
+
+    All restarts share the ID of a launch. torchrun sets it to "none" by default: the agent's process ID replaces it.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    host = socket.gethostname()
+    return {"id": f"{host}:{os.getppid()}" if run_id == "none" else run_id, "host": host, "pid": os.getpid()}
 
 
 def clear_directory(directory: Path) -> None:

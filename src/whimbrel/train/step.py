@@ -233,7 +233,7 @@ class _PendingMetrics:
 
 def _copy_to_host(*scalars: Tensor) -> Tensor:
     """Copy scalars to one host tensor; on CUDA asynchronously, readable once the stream has passed this point."""
-    values = torch.stack([scalar.float() for scalar in scalars])
+    values = torch.stack([scalar.to(scalars[0].device).float() for scalar in scalars])
     if values.device.type != "cuda":
         return values.cpu()
     host = torch.empty(len(scalars), pin_memory=True)

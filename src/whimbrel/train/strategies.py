@@ -99,6 +99,7 @@ class AccelTrainer(DDPTrainer):
         refused = {
             f"distributed_type = {kind}": kind not in ("NO", "MULTI_GPU", "MULTI_CPU"),
             f"{hf_accelerator.num_processes} processes": hf_accelerator.num_processes != self.world.size,
+            f"parallel sizes {self.world.layout}": self.world.layout.dp_replicate != self.world.size,
             f"mixed_precision = {hf_accelerator.mixed_precision}": hf_accelerator.mixed_precision != "no",
             f"gradient_accumulation_steps = {hf_accelerator.gradient_accumulation_steps}": (
                 hf_accelerator.gradient_accumulation_steps != 1

@@ -36,10 +36,11 @@ from whimbrel.train.control import SignalHandler
 from whimbrel.train.device import Stopwatch, choose_device, device_name, peak_flops, peak_memory
 from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_better, has_metric
 from whimbrel.train.hf_compat import ProcessFlag, check_overrides, missing_attribute, overrides
+from whimbrel.train.memory_mesh import resolve_strategy
 from whimbrel.train.objectives import LossFunction, Objective
 from whimbrel.train.overridable import Accelerator, OverridableMethodsMixin
 from whimbrel.train.random_state import rank_seed, seed_everything
-from whimbrel.train.run_directory import check_directory, to_json
+from whimbrel.train.run_directory import check_directory, record_launch, resume_after_restart, to_json
 from whimbrel.train.step import NonFiniteError, StepMetrics, TrainStep
 
 __all__ = ["BaseTrainer", "Trainer", "train"]
@@ -134,8 +135,11 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.device = choose_device(self.config.train.device)
         self.world = join_world(self.config.parallel, self.device.type) if world is None else world
         self.model, self.model_init = model, model_init
-        self.data_collator = data_collator or collate
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.train_dataset, self.eval_dataset, self.data_collator = (
+            train_dataset,
+            eval_dataset,
+            data_collator or collate,
+        )
         self.processing_class, self.loss_fn, self.objective = processing_class, compute_loss_func, objective
         self.state, self.control, self.totals = TrainerState(), TrainerControl(), RunningTotals()
         self.callbacks = Callbacks.with_defaults(self.default_callbacks(), callbacks or ())
@@ -187,11 +191,9 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         `callbacks` and those that the configuration enables are added to the defaults. `sample_func` generates the text
         for `[sample]` instead of the inference engine.
         """
-        if config.parallel.strategy == "auto":
-            from whimbrel.train.memory_mesh import resolve_strategy
-
-            config = resolve_strategy(config)
+        config = resolve_strategy(config)
         world = join_world(config.parallel, choose_device(config.train.device).type)
+        config = resume_after_restart(config, world)
         parts = build.build_run(config, world, sample_func)
         trainer = cls(
             parts.config,
@@ -296,6 +298,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             latest = resume_from_checkpoint in (True, "latest")
             path = None if latest or isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
             self.config = replace(original_config, resume=replace(original_config.resume, latest=latest, path=path))
+        self.config = resume_after_restart(self.config, self.world)
         try:
             # The lock comes before anything in the directory is read, changed or removed.
             with self._lock(), self._torch_settings():
@@ -315,6 +318,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
                 stack.enter_context(self.checkpoint_manager.lock)
                 self._fetch_from_mirror()
                 check_directory(self.config, explicit=not self._from_config)
+                record_launch(self.config.output_dir)
 
             self.world.on_main(enter)
             yield
@@ -447,6 +451,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             interrupted = self.is_draining and not self._is_last_step
             if state.global_step > state.epoch_start_step and not interrupted:
                 self.dispatch("on_epoch_end")  # the run ends within an epoch
+                self._agree(session)
             try:
                 self._handle_control(session, final=True)
             except NonFiniteError as error:
@@ -566,6 +571,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         if final or requested or session.save_is_overdue:
             self.flush_metrics()
             for action in (self._log_step, self._evaluate_step, self._save_step):
+                self._agree(session)
                 if not self.control.should_abort_without_save:
                     action(session)
         else:
@@ -607,7 +613,6 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         requested = (self.control.should_evaluate or evaluate_before_save) and self.can_evaluate
         if requested and self._claim(session, "evaluate"):
             self._evaluate_or_defer(session)
-            self._agree(session)
         self.control.should_evaluate = False
 
     def _evaluate_or_defer(self, session: _Session) -> None:

@@ -1,7 +1,8 @@
-"""Reading and truncating log.jsonl."""
+"""Reading and truncating log.jsonl; restarted processes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from whimbrel.base.errors import DataError
-from whimbrel.train.run_directory import READ_BLOCK_BYTES, last_step, log_line, read_log, truncate_log
+from whimbrel.distributed import World
+from whimbrel.train.config import TrainConfig, TrainerConfig
+from whimbrel.train.run_directory import (
+    READ_BLOCK_BYTES,
+    last_step,
+    log_line,
+    read_log,
+    record_launch,
+    resume_after_restart,
+    truncate_log,
+)
 
 
 def step_line(step: int, loss: float) -> str:
@@ -55,3 +66,45 @@ def test_an_invalid_log_raises_an_error(tmp_path: Path, text: str, fault: str) -
 def test_logs_and_control_are_importable_without_torch(module: str) -> None:
     program = f"import {module}, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerConfig:
+    """A run with a checkpoint that process 1 of a launch of torch elastic has saved."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    record_launch(tmp_path)
+    return TrainerConfig(output_dir=tmp_path, overwrite_output_dir=True, train=TrainConfig(steps=1))
+
+
+def test_restarted_process_resumes_instead_of_overwriting(
+    launched: TrainerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    config = resume_after_restart(launched, World())
+    assert (config.overwrite_output_dir, config.resume.latest) == (False, True)
+
+
+@pytest.mark.parametrize("variables", [{}, {"TORCHELASTIC_RUN_ID": "another"}])
+def test_first_start_of_a_launch_keeps_its_settings(
+    launched: TrainerConfig, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert resume_after_restart(launched, World()) is launched
+
+
+def test_one_process_may_train_twice_in_a_directory(launched: TrainerConfig) -> None:
+    assert resume_after_restart(launched, World()) is launched
+
+
+def test_launches_without_an_id_differ_by_their_agent(launched: TrainerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    record_launch(launched.output_dir)
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    assert resume_after_restart(launched, World()) is not launched
+    monkeypatch.setattr(os, "getppid", lambda: 3)
+    assert resume_after_restart(launched, World()) is launched
