@@ -124,8 +124,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         if objective is not None and compute_loss_func is not None:
             raise ConfigError("expected objective or compute_loss_func, got both: pass only one")
         self._from_config = isinstance(args, TrainerConfig)
-        self.config = args if isinstance(args, TrainerConfig) else to_config(args)
-        self._recorded_config = self.config
+        self.config = self._recorded_config = args if isinstance(args, TrainerConfig) else to_config(args)
         self.args = from_config(args) if isinstance(args, TrainerConfig) else args
         if model_init is None and self.config.train.default_dtype is not None and not self._from_config:
             raise ConfigError(
@@ -135,11 +134,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.device = choose_device(self.config.train.device)
         self.world = join_world(self.config.parallel, self.device.type) if world is None else world
         self.model, self.model_init = model, model_init
-        self.train_dataset, self.eval_dataset, self.data_collator = (
-            train_dataset,
-            eval_dataset,
-            data_collator or collate,
-        )
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.data_collator = data_collator or collate
         self.processing_class, self.loss_fn, self.objective = processing_class, compute_loss_func, objective
         self.state, self.control, self.totals = TrainerState(), TrainerControl(), RunningTotals()
         self.callbacks = Callbacks.with_defaults(self.default_callbacks(), callbacks or ())
