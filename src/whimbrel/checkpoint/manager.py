@@ -194,11 +194,12 @@ class CheckpointManager:
 
         self._world.run(prepare)
         snapshots = [self._snapshot(component, *state) for component, state in zip(components, packed, strict=True)]
-        if self._world.size > 1:
+        validated = [item for item in snapshots if item.component.validate_replication]
+        if self._world.size > 1 and validated:
             self._buffers.synchronize()
-            for item in snapshots:
-                if item.component.validate_replication and item.snapshot is not None:
-                    check_replication(item.component, item.snapshot, self._world)
+            for item in validated:
+                assert item.snapshot is not None
+                check_replication(item.component, item.snapshot, self._world)
         write = partial(self._write, target, step, snapshots, None if metric is None else float(metric), metadata)
         self._error = None
         if not self._asynchronous:
