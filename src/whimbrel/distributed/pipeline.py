@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -30,6 +31,7 @@ __all__ = [
     "CausalLMStage",
     "PipelineModel",
     "check_micro_batches",
+    "check_stages",
     "find_ties",
     "min_micro_batches",
     "release_other_stages",
@@ -43,6 +45,8 @@ TWO_STAGES = ("interleaved", "zero-bubble")
 """Schedules in which every rank has two stages."""
 MAX_SCHEDULES = 8
 """Shapes of micro-batches whose schedules, with their buffers, are kept."""
+SMALL_VOCAB = 64
+"""Vocabulary of the copy of a model that `check_stages` compares."""
 Tie = list[tuple[nn.Module, str]]
 """The places of one shared parameter: modules and attributes."""
 
@@ -103,9 +107,11 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
 class CausalLMStage(nn.Module):
     """A stage of a decoder-only model of transformers.
 
-    The model's own forward runs with all other layers replaced by ones that pass the hidden states on. Modules before
-    the layers belong to the first stage, modules after them to the last. Takes token ids in the first stage, hidden
-    states in others; the last returns the loss, summed over targets, with shape (1,). `model` itself does not change.
+    The model's own forward runs in every stage. Layers of other stages are replaced: the first one returns the hidden
+    states of the stage before, whatever the model computed until there, and the one after the stage keeps the hidden
+    states for the next stage, whatever the model computes from there. Modules before the layers belong to the first
+    stage, modules after them to the last. Takes token ids in the first stage, hidden states in others; the last
+    returns the loss, summed over targets, with shape (1,). `model` itself does not change.
     """
 
     def __init__(self, model: nn.Module, layers: range) -> None:
@@ -123,14 +129,19 @@ class CausalLMStage(nn.Module):
         stack: Any = getattr(parent, path.rpartition(".")[2])
         for index in set(range(count)) - set(layers):
             stack[index] = _PassThrough()
+        self._received, self._sent = _Received(), _Sent()
+        if not self.is_first:
+            stack[0] = self._received
+        if not self.is_last:
+            stack[layers.stop] = self._sent
         before = True
         for child_name, child in list(parent.named_children()):
             if child is stack:
                 before = False
             elif any(True for _ in child.parameters()) and not (self.is_first if before else self.is_last):
-                setattr(parent, child_name, _Zero() if before else _PassThrough())
+                setattr(parent, child_name, _Skipped() if before else _PassThrough())
         if not self.is_last:
-            self.model.set_output_embeddings(_PassThrough())  # type: ignore[operator]
+            setattr(self.model, _head_name(model), _PassThrough())
         self.blocks = tuple(stack[index] for index in layers)
 
     @property
@@ -141,13 +152,89 @@ class CausalLMStage(nn.Module):
 
     def forward(self, x: Tensor, *, targets: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Run the stage on token ids (batch, tokens), or on hidden states (batch, tokens, width)."""
-        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
+        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x.detach()}
+        self._received.hidden_states = x
         with self.autocast():
             output: Tensor = self.model(**inputs, attention_mask=attention_mask, use_cache=False).logits
+        hidden_states, self._received.hidden_states, self._sent.hidden_states = self._sent.hidden_states, None, None
         if not self.is_last:
-            return output.clone()  # schedules detach outputs in place, which views do not allow
+            assert hidden_states is not None
+            return hidden_states.clone()  # schedules detach outputs in place, which views do not allow
         loss = F.cross_entropy(output.float().flatten(0, 1), targets.flatten(), reduction="sum")
         return loss[None]
+
+
+def check_stages(model: nn.Module, ranges: Sequence[range]) -> None:
+    """Raise ConfigError if the stages of a model of transformers do not compute its loss together.
+
+    Compares them in a copy of the model with a small vocabulary and width, and random weights.
+    """
+    config: Any = model.config
+    for name, reason in {
+        "output_router_logits": "adds an auxiliary loss, which a pipeline does not compute",
+        "layerdrop": "skips layers at random",
+    }.items():
+        if value := getattr(config, name, None):
+            raise ConfigError(f"{name} = {value} {reason}: disable it in the model's config, or set parallel.pp = 1")
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            torch.manual_seed(0)
+            problem = _difference(_small_copy(model), ranges)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if problem is not None:
+        name = type(model).__name__
+        raise ConfigError(f"{name} cannot be split into pipeline stages ({problem}): set parallel.pp = 1, use fsdp")
+
+
+def _difference(model: nn.Module, ranges: Sequence[range]) -> str | None:
+    """How a model and its stages differ."""
+    stages = [CausalLMStage(model, layers) for layers in ranges]
+    owners = Counter(parameter for stage in stages for parameter in stage.parameters())
+    tied = {getattr(*place) for tie in find_ties(model) for place in tie}
+    for name, parameter in model.named_parameters():
+        if owners[parameter] != 1 and parameter not in tied:
+            return f"{name} is in {owners[parameter]} stages"
+    input_ids = torch.randint(SMALL_VOCAB, (2, 6))
+    expected = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+    targets, x = F.pad(input_ids[:, 1:], (0, 1), value=IGNORED), input_ids
+    for stage in stages:
+        x = stage(x, targets=targets)
+    loss = x.sum() / (targets != IGNORED).sum()
+    if torch.isclose(loss, expected, rtol=1e-5, atol=0):
+        return None
+    return f"their loss is {loss:.6f} instead of {expected:.6f}"
+
+
+def _small_copy(model: nn.Module) -> nn.Module:
+    """A model of the same class in eval mode, with fewer heads of the same size, and large random weights."""
+    config: Any = copy.deepcopy(model.config)
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = {
+        "vocab_size": SMALL_VOCAB, "hidden_size": 2 * head_dim, "intermediate_size": 64, "moe_intermediate_size": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 2 if kv_heads == heads else 1, "ffn_dim": 64,
+        "word_embed_proj_dim": 2 * head_dim,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, size)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, None)
+    config._attn_implementation = "eager"
+    small = type(model)(config).float().eval()
+    for parameter in small.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.125)
+    return small
+
+
+def _head_name(model: Any) -> str:
+    """The attribute of a model of transformers that is its head."""
+    head = model.get_output_embeddings()
+    name: str | None = next((name for name, child in model.named_children() if child is head), None)
+    if name is None:
+        raise ValueError(f"expected a decoder-only model, got {type(model).__name__}")
+    return name
 
 
 def _copy_path(model: nn.Module, path: str) -> tuple[nn.Module, nn.Module]:
@@ -172,11 +259,31 @@ class _PassThrough(nn.Module):
         return hidden_states
 
 
-class _Zero(nn.Module):
-    """Replaces a position embedding, which the first stage has added already."""
+class _Received(_PassThrough):
+    """Returns the hidden states of the stage before."""
 
-    def forward(self, position_ids: Tensor) -> Tensor:
-        return position_ids.new_zeros((*position_ids.shape, 1), dtype=torch.get_default_dtype())
+    hidden_states: Tensor | None = None
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
+        assert self.hidden_states is not None
+        return self.hidden_states
+
+
+class _Sent(_PassThrough):
+    """Keeps the hidden states for the next stage."""
+
+    hidden_states: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        self.hidden_states = hidden_states
+        return hidden_states
+
+
+class _Skipped(nn.Module):
+    """Replaces a module before the layers, as a position embedding: its result is not used."""
+
+    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return x if x.ndim > 2 else x.new_zeros((*x.shape, 1), dtype=torch.get_default_dtype())
 
 
 class StageOutput(NamedTuple):

@@ -42,6 +42,7 @@ from whimbrel.distributed import (
 from whimbrel.distributed.pipeline import (
     CausalLMStage,
     check_micro_batches,
+    check_stages,
     find_ties,
     min_micro_batches,
     release_other_stages,
@@ -535,6 +536,8 @@ def _split_stages(model: nn.Module, config: TrainerConfig, device: torch.device,
     indices = stage_indices(schedule, world.mesh.get_local_rank("pp"), ranks)
     costs = [float(sum(p.numel() for p in block.parameters())) for block in find_blocks(model)]
     ranges = split_layers(costs, ranks * len(indices), last=float(sum(p.numel() for p in head.parameters())))
+    if not isinstance(model, GPT):
+        check_stages(model, ranges)
     stages: list[Any] = [
         GPTStage(model, ranges[index]) if isinstance(model, GPT) else CausalLMStage(model, ranges[index])
         for index in indices
