@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,7 +95,9 @@ def make_config(
 
 def run(config: TrainerConfig, kind: str) -> Curve:
     """Train; an existing run in the output directory is resumed."""
-    trainer = BaseTrainer(config, make_model(kind), train_dataset=examples(), eval_dataset=examples(6, seed=2))
+    trainer = BaseTrainer(
+        config, model_init=partial(make_model, kind), train_dataset=examples(), eval_dataset=examples(6, seed=2)
+    )
     trainer.train()
     names = ("loss", "grad_norm", "eval_loss")
     return [

@@ -102,9 +102,11 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Any) -> Part:
-    """This rank's part of a DTensor."""
+    """This rank's part of a DTensor; a regular tensor is complete."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    if not is_sharded(tensor):
+        return Part(tensor, (0,) * tensor.ndim, is_writer=True)
     mesh, placements = tensor.device_mesh, tensor.placements
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     coordinate = mesh.get_coordinate()
@@ -226,7 +228,7 @@ def row_orders(model: nn.Module) -> dict[str, Tensor]:
     module: Any
     for prefix, module in model.named_modules():
         ranks = getattr(module, "tp_ranks", 1)
-        if ranks > 1 and len(module.fused_rows) > 1:
+        if ranks > 1 and len(getattr(module, "fused_rows", ())) > 1:
             order = row_order(module.fused_rows, ranks)
             orders |= {f"{prefix}.{name}": order for name, _ in module.named_parameters(recurse=False)}
     return orders

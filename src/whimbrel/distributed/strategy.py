@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.activation_checkpoint import find_blocks
+from whimbrel.distributed.deferred_init import digests
 from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.distributed.state import is_sharded, to_local
 from whimbrel.distributed.world import World
@@ -29,6 +30,7 @@ __all__ = [
     "reduces_itself",
     "shard_or_replicate",
     "shards",
+    "splits",
     "unwrap",
 ]
 
@@ -42,7 +44,7 @@ def check_same_weights(model: nn.Module, world: World) -> None:
     """Raise ConfigError if ranks start from different weights; compares some values of each parameter."""
     if world.size == 1:
         return
-    samples: dict[str, list[float]] = {}
+    samples: dict[str, Any] = dict(digests(model))
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             values = getattr(parameter, "codes", parameter).detach().flatten()  # codes of quantized weights
@@ -112,6 +114,11 @@ def shards(world: World, config: ParallelConfig) -> bool:
     layout = world.layout
     is_fsdp = layout.dp_shard > 1 or config.strategy in ("fsdp", "hsdp")
     return world.mesh is not None and (is_fsdp or (layout.pp == 1 and layout.tp > 1 and layout.dp_replicate > 1))
+
+
+def splits(world: World, config: ParallelConfig) -> bool:
+    """Whether ranks have different parts of the model: shards, parts of layers, or stages."""
+    return shards(world, config) or world.layout.tp > 1 or world.layout.pp > 1
 
 
 def reduces_itself(world: World, config: ParallelConfig) -> bool:

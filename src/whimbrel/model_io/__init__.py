@@ -11,6 +11,7 @@ from whimbrel.model_io.load import (
     load_tokenizer,
     load_weights,
     open_model,
+    read_config,
     read_generation_config,
     resolve_model,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "load_tokenizer",
     "load_weights",
     "open_model",
+    "read_config",
     "read_generation_config",
     "resolve_model",
     "save_model",

@@ -19,7 +19,7 @@ from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
 from whimbrel.base.files import parse_json
 from whimbrel.checkpoint import write_tensors
 from whimbrel.config import not_one_of
-from whimbrel.distributed.state import copy_full_, is_sharded, row_orders
+from whimbrel.distributed.state import is_sharded, local_part, row_orders
 from whimbrel.models.families import TensorMapping
 from whimbrel.precision import FORMATS, RECIPES, QuantizedWeight, Recipe, WeightFormat, with_embeddings
 
@@ -341,17 +341,26 @@ def load_tensors(
 
 
 def _load_sharded(model: nn.Module, files: TensorFiles, matches: list[StoredTensor]) -> None:
-    """Copy stored tensors into parameters that are sharded over ranks, with one complete parameter in memory."""
+    """Copy stored tensors into parameters that are sharded over ranks.
+
+    Files are mapped into memory, so that a rank reads only its parts.
+    """
     orders, by_parameter = row_orders(model), dict[str, list[StoredTensor]]()
     for match in matches:
         by_parameter.setdefault(match.mapping.name, []).append(match)
     for name, parameter in ((n, p) for n, p in model.named_parameters() if not p.is_meta):
-        full = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        part = local_part(parameter.detach())
+        part.local.zero_()  # rows beyond the vocabulary
         for mapping, stored_name, _ in by_parameter[name]:
             stored = _transposed(_read_float(files, stored_name), mapping)
-            _check_shape(files, stored_name, stored, full[mapping.rows].shape)
-            full[mapping.rows].copy_(stored)
-        copy_full_(parameter.detach(), full, orders.get(name))
+            first, last, _ = mapping.rows.indices(len(parameter))
+            _check_shape(files, stored_name, stored, (last - first, *parameter.shape[1:]))
+            for start, stop, offset in part.pieces(orders.get(name)):
+                low, high = max(offset[0], first), min(offset[0] + stop - start, last)
+                if low < high:
+                    columns = (slice(o, o + n) for o, n in zip(offset[1:], part.local.shape[1:], strict=True))
+                    rows = part.local[start + low - offset[0] : start + high - offset[0]]
+                    rows.copy_(stored[(slice(low - first, high - first), *columns)])
 
 
 def stored_tensors(mappings: Iterable[TensorMapping], state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Builds the parts of a trainer from its configuration: model, data, optimizer, scheduler, callbacks.
 
 The order in which a model is wrapped is fixed in `wrap_model`: quantized, fp8 or fake-quantized linears -> pipeline
-stages -> device -> tensor parallelism -> activation checkpointing -> compile -> DDP or FSDP. A checkpoint is loaded
+stages -> device -> tensor parallelism -> activation checkpointing -> compile -> DDP or FSDP -> allocation of parameters
+that were created on the meta device, because ranks have only parts of them (`create_model`). A checkpoint is loaded
 after all of them.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ from whimbrel.distributed import (
     offload_activations,
     shard_or_replicate,
 )
+from whimbrel.distributed.deferred_init import defer_loading, deferred_init, materialize_, move_
 from whimbrel.distributed.pipeline import (
     CausalLMStage,
     check_micro_batches,
@@ -50,8 +52,8 @@ from whimbrel.distributed.pipeline import (
     stage_indices,
 )
 from whimbrel.distributed.state import is_sharded
-from whimbrel.distributed.strategy import reduces_itself, shards
-from whimbrel.model_io import load_model
+from whimbrel.distributed.strategy import reduces_itself, shards, splits
+from whimbrel.model_io import load_model, load_weights, read_config, resolve_model
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.gpt import GPTStage
@@ -97,6 +99,7 @@ __all__ = [
     "choose_micro_batch",
     "classified_parameters",
     "compile_ahead",
+    "create_model",
     "create_optimizer",
     "create_outer_optimizer",
     "create_scheduler",
@@ -123,6 +126,7 @@ ADAM_BYTES_PER_PARAMETER = 16
 
 OptimizerChoice = Optimizer | OptimConfig | str | Callable[..., Optimizer] | None
 SchedulerChoice = Scheduler | str | None
+Model = TypeVar("Model", bound=nn.Module)
 SampleFunction = Callable[[GPT, Tokenizer, int], str]
 """`(model, tokenizer, step) -> text`: generates a sample during training."""
 
@@ -150,7 +154,7 @@ def build_run(config: RunConfig, world: World, sample_func: SampleFunction | Non
     device = choose_device(config.train.device)
     world.on_main(partial(_fetch_from_mirror, config))
     config = _with_recorded_micro_batch(config, world.dp_size)
-    model = _initial_model(config)
+    model = _initial_model(config, world)
     micro_batch = min(world.gather(choose_micro_batch(config, model, device, world)))
     loader = _build_train_loader(config, device, micro_batch, world)
     recorded = replace(
@@ -175,16 +179,29 @@ def _fetch_from_mirror(config: RunConfig) -> None:
         manager.fetch(resume=config.resume.latest, overwrite=False)
 
 
-def _initial_model(config: RunConfig) -> GPT:
+def create_model(create: Callable[[], Model], config: TrainerConfig, world: World) -> Model:
+    """The model that `create` returns; if ranks have only parts of it, `wrap_model` allocates its parameters.
+
+    Weights that are stored quantized (train.weight_dtype) are created complete: they are quantized before the split.
+    """
+    return deferred_init(create) if _defers(config, world) else create()
+
+
+def _defers(config: TrainerConfig, world: World) -> bool:
+    return splits(world, config.parallel) and config.train.weight_dtype is None
+
+
+def _initial_model(config: RunConfig, world: World) -> GPT:
     """The model with the weights in `model.path`, or else with random ones."""
-    _check_host_memory(config)
     path = config.model.path
     will_resume = config.resume.path is not None or (
         not config.overwrite_output_dir and bool(list_checkpoints(config.output_dir))
     )
+    if not _defers(config, world):
+        _check_host_memory(config)
     if path is None or (will_resume and not path.exists()):  # a checkpoint replaces the weights anyway
-        return init_model(config)
-    model = load_model(path, dtype=getattr(torch, config.train.default_dtype or "float32"))
+        return create_model(partial(init_model, config), config, world)
+    model = _load_model(path, config, world)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedWeight):
             raise ConfigError(
@@ -193,6 +210,17 @@ def _initial_model(config: RunConfig) -> GPT:
             )
     _warn_if_tokenizer_differs(config.data.path, path)
     logger.info("Starting from the weights in %s", path)
+    return model
+
+
+def _load_model(path: Path, config: RunConfig, world: World) -> GPT:
+    """The model in `path`; if ranks have only parts of it, `wrap_model` reads those."""
+    dtype, source = getattr(torch, config.train.default_dtype or "float32"), resolve_model(path)
+    if not _defers(config, world) or source.is_file() or read_config(source).weight_format is not None:
+        return load_model(source, dtype=dtype)
+    with torch.device("meta"):
+        model = GPT(read_config(source).config).to(dtype)
+    defer_loading(model, partial(load_weights, path=source))
     return model
 
 
@@ -499,7 +527,7 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, wo
     for stage in stages:
         is_plain = all(type(parameter) is nn.Parameter for parameter in stage.parameters())
         if layout.tp > 1 or not (is_plain and shards(world, config.parallel)):
-            stage.to(device)  # FSDP moves one block at a time: the complete model might not fit
+            move_(stage, device)  # FSDP moves one block at a time: the complete model might not fit
         if layout.tp > 1:
             assert world.mesh is not None
             apply_tensor_parallel(stage, world.mesh["tp"])
@@ -512,6 +540,7 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, wo
         shard_or_replicate(stage, world, config.parallel, device, average_gradients=average_gradients)
         for stage in stages
     ]
+    materialize_(model, stages, torch.device("cpu") if config.parallel.cpu_offload else device)
     if layout.pp == 1:
         return stages[0]
     assert world.mesh is not None

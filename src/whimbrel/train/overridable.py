@@ -380,12 +380,15 @@ class OverridableMethodsMixin(ABC):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model from `model_init`, initialized with the seed and dtype of the arguments."""
         check_no_trial(trial)
+        model = build.create_model(self._call_model_init, self.config, self.world)
+        reject_wrapped_model(model)
+        return model
+
+    def _call_model_init(self) -> nn.Module:
         assert self.model_init is not None
         seed_everything(self.config.train.seed)
         with torch_flags(default_dtype=self.config.train.default_dtype):
-            model = self.model_init()
-        reject_wrapped_model(model)
-        return model
+            return self.model_init()
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create `self.optimizer` and `self.lr_scheduler`."""

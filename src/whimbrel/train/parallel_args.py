@@ -37,11 +37,11 @@ FSDP_CONFIG: dict[str, Callable[[Any], Settings | None]] = {
     "activation_checkpointing": lambda on: None if on else {},
     "auto_wrap_policy": lambda name: {} if name in (None, "TRANSFORMER_BASED_WRAP") else None,
     "cpu_offload": lambda on: {"cpu_offload": bool(on)},
-    "cpu_ram_efficient_loading": lambda _: {},
+    "cpu_ram_efficient_loading": lambda _: {},  # always: no rank creates the complete model of model_init
     "min_num_params": lambda count: None if count else {},
     "reshard_after_forward": lambda on: {"reshard_after_forward": on} if isinstance(on, bool) else None,
-    "state_dict_type": lambda _: {},  # checkpoints always have the complete model, and sharded optimizer states
-    "transformer_layer_cls_to_wrap": lambda _: {},  # blocks are found in the model
+    "state_dict_type": lambda name: {} if name == "FULL_STATE_DICT" else None,
+    "transformer_layer_cls_to_wrap": lambda names: None if names else {},  # blocks are found in the model
     "version": lambda version: {} if version == 2 else None,
     "xla": lambda on: None if on else {},
 }

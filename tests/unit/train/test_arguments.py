@@ -346,6 +346,8 @@ def test_parallel_arguments_of_transformers_are_settings_of_parallel(
         ({"fsdp": "offload"}, "unsupported fsdp='offload': pass 'full_shard' as well"),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, r"unsupported fsdp_config=\{'version': 1\}"),
         ({"fsdp": True, "fsdp_config": {"use_orig_params": True}}, "unsupported fsdp_config="),
+        ({"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, "unsupported fsdp_config="),
+        ({"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"]}}, "unsupported fsdp_config="),
         ({"fsdp": True, "parallel": {"strategy": "ddp"}}, "fsdp means parallel.strategy = 'fsdp', which contradicts"),
         ({"parallelism_config": SimpleNamespace(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=2)},
          "unsupported parallelism_config=cp_size > 1"),
