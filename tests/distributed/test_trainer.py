@@ -14,7 +14,8 @@ from tests.distributed.pool import Pool
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.pipeline import check_micro_batches
-from whimbrel.train.config import LoaderConfig, ValidationConfig
+from whimbrel.model_io import load_model
+from whimbrel.train.config import CheckpointConfig, LoaderConfig, TrainerConfig, ValidationConfig
 
 SOAK = os.environ.get("WHIMBREL_SOAK", "0") != "0"
 STEPS = 50 if SOAK else 8
@@ -132,6 +133,33 @@ def test_a_pipeline_keeps_the_schedules_of_few_lengths(pool: Pool, tmp_path: Pat
         assert schedules == 2
 
 
+@pytest.mark.parametrize("layout", [DDP, FSDP, TP], ids=str)
+def test_ema_norms_and_samples_are_those_of_one_process(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+    """The EMA is also resumed from a checkpoint, and written as a complete model."""
+    world_size, settings = layout
+
+    def config(folder: Path, settings: dict[str, Any], steps: int, **train: int) -> TrainerConfig:
+        return jobs.make_config(folder, settings, steps, train, checkpoint=CheckpointConfig())
+
+    norms, samples = jobs.run_with_monitors(config(tmp_path / "alone", {}, 4), "llama")
+    per_rank = jobs.per_rank(world_size, settings)
+    pool.run(world_size, jobs.run_with_monitors, config(tmp_path / "several", settings, 2, **per_rank), "llama")
+    results = pool.run(
+        world_size, jobs.run_with_monitors, config(tmp_path / "several", settings, 4, **per_rank), "llama"
+    )
+    assert results[0][1] == (samples if layout is DDP else [])
+    assert results[1][1] == []
+    for found, _ in results:
+        assert found == pytest.approx(norms, rel=TOLERANCE, abs=TOLERANCE)
+    expected, state = (
+        load_model(tmp_path / name / "ema" / "step-00000004").state_dict() for name in ("alone", "several")
+    )
+    last = load_model(tmp_path / "several").state_dict()
+    assert not torch.allclose(last["lm_head.weight"], state["lm_head.weight"], rtol=0, atol=100 * TOLERANCE)
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("saved", [TP, PP], ids=str)
 def test_a_checkpoint_of_a_split_model_resumes_under_other_layouts(pool: Pool, tmp_path: Path, saved: Layout) -> None:
     def resume(folder: Path, layout: Layout, until: int | None = None) -> jobs.Curve:
@@ -175,7 +203,7 @@ def test_too_few_micro_batches_for_a_schedule_are_rejected(schedule: Any, micro_
         (PP, {"accumulation": 1}, {}, "needs at least 2 micro-batches a step, got 1: set train.accumulation"),
         (PP, {}, {"compute_loss_func": print}, "compute_loss_func does not work with a pipeline"),
         (PP, {}, {"compute_metrics": print}, "compute_metrics does not work with a pipeline"),
-        (FSDP, {}, {"ema": True}, "ema.decay .EmaCallback. does not work with a model that is spread over ranks"),
+        (PP, {}, {"ema": True}, "ema.decay .EmaCallback. does not work with a model that is spread over ranks"),
         (TP, {}, {"sample": True}, "sample.every .SampleCallback. does not work with a model that is spread over"),
         (TP, {"precision": "fp16"}, {}, "fp16 does not work with parallel.tp = 2: use bf16"),
         (TP, {}, {"model": "one-kv-head"}, "parallel.tp that divides kv_heads = 1, got 2"),

@@ -14,7 +14,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.distributed import ParallelConfig
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.optim import OptimConfig
-from whimbrel.train.callbacks import EmaCallback, SampleCallback
+from whimbrel.train.callbacks import EmaCallback, NormsCallback, SampleCallback
 from whimbrel.train.config import (
     CheckpointConfig,
     LogConfig,
@@ -134,6 +134,19 @@ def per_rank(world_size: int, settings: dict[str, Any]) -> dict[str, int]:
     """Micro-batch and accumulation with which the ranks together have the global batch of one process."""
     replicas = world_size // (settings.get("pp", 1) * settings.get("tp", 1))
     return {"micro_batch": 2 // min(replicas, 2), "accumulation": 4 // max(1, replicas // 2)}
+
+
+def run_with_monitors(config: TrainerConfig, kind: str) -> tuple[dict[str, float], list[str]]:
+    """Train with an EMA, norms and samples; returns the last norms, and the samples on this rank."""
+    samples: list[str] = []
+    callbacks: list[Any] = [EmaCallback(0.5), NormsCallback(2)]
+    if config.parallel == ParallelConfig():  # the model is complete on every rank
+        callbacks.append(SampleCallback(lambda _, step: samples.append(f"step {step}") or samples[-1], 4))
+    model_init = partial(make_model, kind)
+    trainer = BaseTrainer(config, model_init=model_init, train_dataset=examples(), callbacks=callbacks)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if any("norm/" in name for name in entry)]
+    return {name: value for name, value in logged[-1].items() if "norm/" in name}, samples
 
 
 def rejection(config: TrainerConfig, options: dict[str, Any]) -> str:

@@ -27,7 +27,9 @@ __all__ = [
     "clip_gradients_",
     "gradient_norm",
     "gradient_sync",
+    "norms",
     "reduces_itself",
+    "reshard_",
     "shard_or_replicate",
     "shards",
     "splits",
@@ -190,6 +192,30 @@ def gradient_norm(parameters: Iterable[Tensor], world: World) -> Tensor:
     if world.layout.pp > 1:
         dist.all_reduce(square, group=world.mesh["pp"].get_group())
     return square.sqrt()
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each tensor, over all its shards."""
+    values = list(torch._foreach_norm([to_local(tensor) for tensor in tensors]))
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if is_sharded(tensor):
+            groups.setdefault((tensor.device_mesh, tensor.placements), []).append(index)
+    for placement, indices in groups.items():
+        squares = torch.stack([values[index].float().square() for index in indices])
+        for dim, kind in enumerate(placement[1]):
+            if not kind.is_replicate():
+                dist.all_reduce(squares, group=placement[0].get_group(dim))
+        for index, value in zip(indices, squares.sqrt(), strict=True):
+            values[index] = value
+    return values
+
+
+def reshard_(model: nn.Module) -> None:
+    """Free parameters that FSDP2 gathered for a forward pass: only shards can be changed."""
+    for module in model.modules():
+        if (reshard := getattr(module, "reshard", None)) is not None and hasattr(module, "unshard"):
+            reshard()
 
 
 def clip_gradients_(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:

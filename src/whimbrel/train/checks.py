@@ -140,13 +140,12 @@ def check_parallel(trainer: Any) -> None:
     """Raise for settings that do not work on a model that is spread over several ranks."""
     layout, train, parallel = trainer.world.layout, trainer.config.train, trainer.config.parallel
     spread = f"a model that is spread over ranks ({layout})"
-    if layout.dp_shard > 1 or layout.tp > 1 or layout.pp > 1:
-        names = {
-            "SampleCallback": "sample.every", "EmaCallback": "ema.decay", "NormsCallback": "log.norms",
-        }  # fmt: skip
-        for callback in trainer.callbacks:
-            if (name := type(callback).__name__) in names:
-                raise ConfigError(f"{names[name]} ({name}) does not work with {spread}: leave it out, or use ddp")
+    refused = {"SampleCallback": "sample.every"} if layout.dp_shard > 1 or layout.tp > 1 or layout.pp > 1 else {}
+    refused |= {"EmaCallback": "ema.decay", "NormsCallback": "log.norms"} if layout.pp > 1 else {}
+    for callback in trainer.callbacks:
+        if (name := type(callback).__name__) in refused:
+            remedy = "use fsdp" if name != "SampleCallback" else "use ddp"
+            raise ConfigError(f"{refused[name]} ({name}) does not work with {spread}: leave it out, or {remedy}")
     if layout.tp > 1 and train.linear_recipe is not None:
         raise ConfigError(f"fp8 and quantized training do not work with parallel.tp = {layout.tp}: use fsdp")
     if layout.tp > 1 and train.precision == "fp16":

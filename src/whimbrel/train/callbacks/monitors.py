@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.files import PARTIAL, remove_stale
 from whimbrel.config import build
+from whimbrel.distributed.state import copy_full_, gathered_state, is_sharded, row_orders, to_local
+from whimbrel.distributed.strategy import norms, reshard_
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train.callback import TrainerCallback, TrainerControl
 from whimbrel.train.config import DivergenceConfig
@@ -150,6 +153,8 @@ class EarlyStoppingCallback(TrainerCallback):
 class NormsCallback(TrainerCallback):
     """Logs `grad_norm/NAME` (after clipping) and `weight_norm/NAME` (before the update) every `every` steps."""
 
+    all_ranks = True  # each has shards
+
     def __init__(self, every: int) -> None:
         self._every = every
         self._names: list[str] = []
@@ -162,11 +167,11 @@ class NormsCallback(TrainerCallback):
         parameters = [(name, weight) for name, weight in event["model"].named_parameters() if weight.grad is not None]
         if parameters:
             self._names = [name for name, _ in parameters]
-            norms = [
-                *torch._foreach_norm([weight.grad for _, weight in parameters]),
-                *(_dequantized(weight).norm() for _, weight in parameters),
+            found = [
+                *norms([weight.grad for _, weight in parameters]),
+                *norms([_dequantized(weight) for _, weight in parameters]),
             ]
-            self._norms = torch.stack([norm.float() for norm in norms])
+            self._norms = torch.stack([norm.float() for norm in found])
 
     def on_step_end(self, **event: Any) -> TrainerControl | None:
         if self._norms is None:
@@ -256,17 +261,21 @@ class EmaCallback(TrainerCallback):
 
     The average is saved in checkpoints. At the end of training it is written as a model directory,
     `ema/step-00000500` in the run directory. To evaluate with it:
-    `with ema.average_parameters(model): trainer.evaluate()`.
+    `with ema.average_parameters(model): trainer.evaluate()`. Of sharded weights, each rank averages its shards.
     """
+
+    all_ranks = True
 
     def __init__(self, decay: float, every: int = 1) -> None:
         self._decay = decay
         self._every = every
+        self._model: nn.Module | None = None
         self._average: dict[str, Tensor] = {}
 
+    @torch.no_grad()
     def on_train_begin(self, **event: Any) -> None:
         """Initialize the average with the weights, unless it was restored from a checkpoint."""
-        weights = _trainable_parameters(event["model"])
+        self._model, weights = event["model"], _trainable_parameters(event["model"])
         self._average = self._average or {
             name: _dequantized(weight).to(torch.float32, copy=True) for name, weight in weights.items()
         }
@@ -275,7 +284,10 @@ class EmaCallback(TrainerCallback):
             raise CheckpointError(
                 f"the EMA weights in the checkpoint do not match this model ('{mismatched}' is only in one of them)"
             )
-        self._average = {name: self._average[name].to(weight.device) for name, weight in weights.items()}
+        orders = row_orders(event["model"])
+        self._average = {
+            name: _split_like(weight, self._average[name], orders.get(name)) for name, weight in weights.items()
+        }
 
     def on_rollback(self, **event: Any) -> None:
         """Use the average of the restored checkpoint."""
@@ -285,17 +297,18 @@ class EmaCallback(TrainerCallback):
     def on_step_end(self, **event: Any) -> None:
         if event["state"].global_step % self._every == 0:
             weights = _trainable_parameters(event["model"])
-            current = [_dequantized(weights[name]).float() for name in self._average]  # fp32 weights are not copied
-            torch._foreach_lerp_(list(self._average.values()), current, 1 - self._decay)
+            current = [to_local(_dequantized(weights[name])).float() for name in self._average]  # fp32 is not copied
+            torch._foreach_lerp_([to_local(mean) for mean in self._average.values()], current, 1 - self._decay)
 
     def on_train_end(self, **event: Any) -> None:
         """Save the average as a model directory, unless training failed."""
-        state, output_dir = event["state"], Path(event["trainer"].config.output_dir)
-        target = output_dir / "ema" / f"step-{state.global_step:08d}"
-        if event.get("output") is not None and state.is_world_process_zero and not target.exists():
-            remove_stale(target.parent)
+        trainer = event["trainer"]
+        parent = Path(trainer.config.output_dir) / "ema"
+        target = parent / f"step-{event['state'].global_step:08d}"
+        if event.get("output") is not None and not trainer.world.on_main(target.exists):
+            trainer.world.on_main(partial(remove_stale, parent))
             with self.average_parameters(event["model"]):
-                event["trainer"].save_model(target)
+                trainer.save_model(target)
 
     @contextmanager
     def average_parameters(self, model: nn.Module) -> Iterator[None]:
@@ -306,16 +319,26 @@ class EmaCallback(TrainerCallback):
             _copy_into(weights, self._average)
             yield
         finally:
-            _copy_into(weights, original)
+            _copy_into(_trainable_parameters(model), original)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self._average}
+        return {"mean": self._average if self._model is None else gathered_state(self._model, self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._average = {name: tensor.to(torch.float32, copy=True) for name, tensor in state["mean"].items()}
 
 
+def _split_like(weight: Tensor, mean: Tensor, order: Tensor | None) -> Tensor:
+    """An average with the device of a weight, and sharded like it."""
+    if not is_sharded(weight) or is_sharded(mean):
+        return mean.to(weight.device)
+    split = torch.empty_like(weight, dtype=torch.float32)
+    copy_full_(split, mean, order)
+    return split
+
+
 def _trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
+    reshard_(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from whimbrel.distributed import World
 from whimbrel.train.callback import Callbacks, TrainerControl, TrainerState, TrainOutput
 from whimbrel.train.callbacks.progress import RunSummary, estimate_memory
 from whimbrel.train.config import LogConfig, TrainConfig, TrainerConfig
@@ -22,7 +23,7 @@ class Run:
     def __init__(self, output_dir: Path, callbacks: Iterable[object], steps: int = 10, log: LogConfig | None = None):
         self.config = TrainerConfig(output_dir=output_dir, train=TrainConfig(steps=steps), log=log or LogConfig())
         self.args = SimpleNamespace(logging_dir=str(output_dir / "runs" / "1_host"))
-        self.device = torch.device("cpu")
+        self.device, self.world = torch.device("cpu"), World()
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
