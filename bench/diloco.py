@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 bench/diloco.py --text TEXT_OR_PARQUET --out bench/results/diloco.json
 
-Both runs have the same initial weights, batches and schedule. Bytes are counted in the collective operations of the
+Both runs have the same initial weights, batches and tokens. Learning rate and warm-up of each, and the outer optimizer,
+were chosen by validation loss on other text. Bytes are counted in the collective operations of the
 run (gradients, parameter deltas, losses, control), as in a ring: an all-reduce of b bytes sends 2 (n - 1) / n b.
 """
 
@@ -37,11 +38,15 @@ MODEL = {
     "mlp_size": 96, "position": "rope", "norm": "rms", "gated_mlp": True, "activation": "silu", "bias": "none",
 }  # fmt: skip
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {"strategy": "ddp"},
+    "ddp": {"lr": 6e-3, "warmup": 1 / 15, "parallel": {"strategy": "ddp"}},
     "diloco": {
-        "strategy": "diloco", "sync_every": 50, "outer_lr": 1.0, "outer_momentum": 0.0, "delta_dtype": "int8",
+        "lr": 6e-3, "warmup": 1 / 5,
+        "parallel": {
+            "strategy": "diloco", "sync_every": 50, "outer_lr": 0.8, "outer_momentum": 0.6, "delta_dtype": "int8",
+        },
     },
 }  # fmt: skip
+"""`warmup`: fraction of the steps."""
 
 
 class Counter:
@@ -98,18 +103,20 @@ class Evaluations(TrainerCallback):
         self.losses[event["state"].global_step] = event["metrics"]["eval_loss"]
 
 
-def run(name: str, folder: Path, steps: int, micro_batch: int) -> dict[str, Any]:
+def run(name: str, folder: Path, steps: int, micro_batch: int, seed: int) -> dict[str, Any]:
     """Train with one strategy."""
+    settings = STRATEGIES[name]
     table = {
-        "output_dir": str(folder / name), "model": MODEL, "data": {"path": str(folder / "shards"), "shuffle_seed": 1},
+        "output_dir": str(folder / f"{name}-{seed}"), "model": MODEL,
+        "data": {"path": str(folder / "shards"), "shuffle_seed": seed},
         "train": {
             "steps": steps, "tokens_per_step": dist.get_world_size() * micro_batch * SEQUENCE,
-            "micro_batch": micro_batch, "device": "cpu", "clip": 1.0,
+            "micro_batch": micro_batch, "device": "cpu", "clip": 1.0, "seed": seed,
         },
-        "validation": {"every": steps // 5, "tokens": 16384}, "checkpoint": {"at_end": False},
-        "optim": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
-        "schedule": {"name": "cosine", "warmup_steps": 50, "min_lr_ratio": 0.1},
-        "log": {"tensorboard": False}, "parallel": STRATEGIES[name],
+        "validation": {"every": steps // 10, "tokens": 65536}, "checkpoint": {"at_end": False},
+        "optim": {"lr": settings["lr"], "betas": [0.9, 0.95], "weight_decay": 0.1},
+        "schedule": {"name": "cosine", "warmup_steps": round(settings["warmup"] * steps), "min_lr_ratio": 0.1},
+        "log": {"tensorboard": False}, "parallel": settings["parallel"],
     }  # fmt: skip
     COUNTER.sent, evaluations = 0.0, Evaluations()
     progress = ProgressCallback(Console(file=io.StringIO()), plain=True)
@@ -117,7 +124,7 @@ def run(name: str, folder: Path, steps: int, micro_batch: int) -> dict[str, Any]
     trainer.train()
     model = trainer.unwrapped_model()
     return {
-        "settings": STRATEGIES[name],
+        "settings": settings,
         "parameters": sum(p.numel() for p in model.parameters()),
         "eval_loss": evaluations.losses,
         "bytes_sent": COUNTER.sent,
@@ -129,8 +136,9 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--micro-batch", type=int, default=128, help="sequences per worker and step")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--micro-batch", type=int, default=32, help="sequences per worker and step")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -139,20 +147,27 @@ def main() -> None:
     if world.is_main:
         documents = list(iter_documents([args.text]))
         tokenizer = train_tokenizer(documents[:200], VOCABULARY)
-        prepare([args.text], folder / "shards", tokenizer, name="text", val_tokens=50_000)
+        prepare([args.text], folder / "shards", tokenizer, name="text", val_tokens=100_000)
     dist.barrier()
     count_collectives()
-    results = {name: run(name, folder, args.steps, args.micro_batch) for name in STRATEGIES}
+    runs = {
+        seed: {name: run(name, folder, args.steps, args.micro_batch, seed) for name in STRATEGIES}
+        for seed in args.seeds
+    }
     if world.is_main:
-        losses = {name: result["eval_loss"][args.steps] for name, result in results.items()}
+        ratios = [
+            seeded["diloco"]["eval_loss"][args.steps] / seeded["ddp"]["eval_loss"][args.steps]
+            for seeded in runs.values()
+        ]
+        sent = {name: sum(seeded[name]["bytes_sent"] for seeded in runs.values()) for name in STRATEGIES}
         summary = {
-            "loss_ratio": losses["diloco"] / losses["ddp"],
-            "traffic_ratio": results["ddp"]["bytes_sent"] / results["diloco"]["bytes_sent"],
+            "loss_ratio": sum(ratios) / len(ratios), "loss_ratio_of_each_seed": ratios,
+            "traffic_ratio": sent["ddp"] / sent["diloco"],
             "workers": world.size, "steps": args.steps, "sync_every": 50,
-            "tokens_per_worker_and_step": args.micro_batch * SEQUENCE,
+            "tokens_per_worker_and_step": args.micro_batch * SEQUENCE, "text": Path(args.text).name,
         }  # fmt: skip
-        print(summary, losses, flush=True)
-        record("diloco", {**summary, **results}, args.out)
+        print(summary, flush=True)
+        record("diloco", {**summary, "seeds": runs}, args.out)
     dist.barrier()
     os._exit(0)
 
