@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 bench/diloco.py --text TEXT_OR_PARQUET --out bench/results/diloco.json
 
-Both runs have the same initial weights, batches and tokens. Learning rate and warm-up of each, and the outer optimizer,
-were chosen by validation loss on other text. Bytes are counted in the collective operations of the
-run (gradients, parameter deltas, losses, control), as in a ring: an all-reduce of b bytes sends 2 (n - 1) / n b.
+All runs have the same initial weights, batches and tokens. DiLoCo is compared with the better of two DDP runs. Its
+warm-up and outer optimizer follow shorter simulations on other text, in which more settings were tried for DiLoCo than
+for DDP. Bytes are counted in the collective operations of the run (gradients, parameter deltas, losses, control), as in
+a ring: an all-reduce of b bytes sends 2 (n - 1) / n b.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MODEL = {
 }  # fmt: skip
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"lr": 6e-3, "warmup": 1 / 15, "parallel": {"strategy": "ddp"}},
+    "ddp_high_lr": {"lr": 1.2e-2, "warmup": 1 / 5, "parallel": {"strategy": "ddp"}},
     "diloco": {
         "lr": 6e-3, "warmup": 1 / 5,
         "parallel": {
@@ -155,10 +157,10 @@ def main() -> None:
         for seed in args.seeds
     }
     if world.is_main:
-        ratios = [
-            seeded["diloco"]["eval_loss"][args.steps] / seeded["ddp"]["eval_loss"][args.steps]
-            for seeded in runs.values()
+        losses = [
+            {name: result["eval_loss"][args.steps] for name, result in seeded.items()} for seeded in runs.values()
         ]
+        ratios = [each["diloco"] / min(each["ddp"], each["ddp_high_lr"]) for each in losses]
         sent = {name: sum(seeded[name]["bytes_sent"] for seeded in runs.values()) for name in STRATEGIES}
         summary = {
             "loss_ratio": sum(ratios) / len(ratios), "loss_ratio_of_each_seed": ratios,

@@ -57,9 +57,9 @@ class ParallelConfig:
     """Seconds before a collective operation that waits for a missing rank fails."""
     sync_every: int = 50
     """diloco: inner steps between two synchronizations."""
-    outer_lr: float = 1.0
+    outer_lr: float = 0.8
     """diloco: learning rate of the outer Nesterov optimizer; 1 without momentum averages the workers."""
-    outer_momentum: float = 0.0
+    outer_momentum: float = 0.6
     """diloco: momentum of the outer Nesterov optimizer; the paper uses 0.9 with outer_lr = 0.7 in long runs."""
     fragments: int = 1
     """diloco: parts of the model that are synchronized in turn (Streaming DiLoCo); 1: all at once."""
