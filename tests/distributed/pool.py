@@ -1,7 +1,7 @@
 """A pool of processes for tests on several ranks.
 
-Starting Python and importing torch takes seconds, so a test module starts the processes once. Jobs with the same number
-of ranks in a row also share their process group and device meshes.
+Starting Python and importing torch takes seconds, so the processes are forked from one that has done it, and a test
+module starts them once. Jobs with the same number of ranks in a row also share their process group and device meshes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-TIMEOUT = 120
-"""Seconds until a collective operation fails, and until a job is given up."""
+TIMEOUT = 600
+"""Seconds until a collective operation fails, and until a job is given up: many times what a slow machine needs."""
+PRELOADED = ("whimbrel.train.trainer", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining")
 
 
 class RankError(AssertionError):
@@ -42,7 +43,8 @@ class Pool:
 
         `job` is a function of a module. Raises RankError with the traceback of the first rank that failed.
         """
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED])
         while len(self._workers) < world_size:
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there,), daemon=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from tests.distributed import launch_jobs as jobs
 from tests.distributed.pool import Pool
 from tests.support.commands import whimbrel
-from tests.support.processes import RECIPE, TORCHRUN, DistributedRun
+from tests.support.processes import RECIPE, TORCHRUN, DistributedRun, free_endpoint
 from tests.support.runs import prepare_text
 
 from whimbrel.checkpoint import list_checkpoints
@@ -75,10 +74,7 @@ def test_auto_run_of_two_processes_says_its_strategy_and_obeys_control(
 
 def test_two_agents_train_like_one_process(run: DistributedRun, losses_of_one_process: dict[int, float]) -> None:
     write_recipe(run, 12)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        endpoint = f"localhost:{probe.getsockname()[1]}"
-    options = ("--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    options = ("--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", free_endpoint())
     for _ in range(2):
         run.start(*TORCHRUN, *options, "-m", "whimbrel", "train", "recipe.toml", "--plain", "--parallel.strategy=fsdp")
     assert [launcher.wait(120) for launcher in run.launchers] == [0, 0], run.text()

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.processes import RECIPE, DistributedRun
+from tests.support.commands import whimbrel
+from tests.support.processes import RECIPE, TORCHRUN, DistributedRun, free_endpoint
 from tests.support.runs import prepare_text
 
 from whimbrel.train import Trainer, TrainerCallback, load_run_config, read_log
@@ -28,8 +30,7 @@ TOLERANCE = 1e-5
 
 Fault = tuple[str, int]
 SCENARIOS: dict[str, list[Fault]] = {
-    "signals": [("kill", 1), ("kill", 0), ("stop", 1), ("terminate", 0)],
-    "errors": [("raise", 1), ("disk", 0)],
+    "all": [("kill", 1), ("disk", 0), ("kill", 0), ("raise", 1), ("stop", 1), ("terminate", 0)],
 }
 if SOAK:
     every = [*itertools.product(KINDS, (0, 1))] * 6
@@ -48,7 +49,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
 def run(tmp_path: Path, shards: Path, shim: Path) -> Iterator[DistributedRun]:
     (tmp_path / "shards").symlink_to(shards)
     (tmp_path / "recipe.toml").write_text(RECIPE.format(steps=100_000, every=10, timeout=TIMEOUT))
-    run = DistributedRun(tmp_path, LD_PRELOAD=str(shim))
+    # torch 2.13 would give machines that join later no address to connect to.
+    run = DistributedRun(tmp_path, LD_PRELOAD=str(shim), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     yield run
     run.kill()
 
@@ -107,6 +109,14 @@ def unbroken_losses(run: DistributedRun, steps: int, monkeypatch: pytest.MonkeyP
     return {line["after"]: line["loss"] for line in lines if line["kind"] == "step" and line["after"] <= steps}
 
 
+def check_curve(run: DistributedRun, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Every step is logged once, with the loss of an unbroken run. Returns the number of steps."""
+    losses = run.losses()
+    assert list(losses) == list(range(1, len(losses) + 1))
+    assert losses == pytest.approx(unbroken_losses(run, len(losses), monkeypatch), rel=TOLERANCE)
+    return len(losses)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_run_continues_after_faults_with_the_curve_of_an_unbroken_run(
@@ -124,12 +134,48 @@ def test_run_continues_after_faults_with_the_curve_of_an_unbroken_run(
         inject(run, kind, rank)
     run.launchers[-1].send_signal(signal.SIGTERM)
     assert run.wait_for_exit() == 0, run.text()
-    losses = run.losses()
-    assert list(losses) == list(range(1, len(losses) + 1))
-    assert losses == pytest.approx(unbroken_losses(run, len(losses), monkeypatch), rel=TOLERANCE)
+    steps = check_curve(run, monkeypatch)
     kinds = ", ".join(f"{kind} rank {rank}" for kind, rank in SCENARIOS[name])
     record_property(
         "faults",
-        f"distributed: {len(SCENARIOS[name])} faults ({kinds}), {len(losses)} steps, stepping again "
+        f"distributed: {len(SCENARIOS[name])} faults ({kinds}), {steps} steps, stepping again "
         f"{max(run_seconds, default=0.0):.1f} s after the restart",
     )
+
+
+@pytest.mark.skipif(not SOAK, reason="takes a minute: needs WHIMBREL_SOAK=1")
+@pytest.mark.timeout(900)
+def test_run_continues_on_fewer_and_on_more_machines(run: DistributedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two torchrun agents; one is lost with its worker, and another one joins later."""
+    monkeypatch.chdir(run.folder)
+    patience = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10"
+    options = (
+        *("--nnodes", "1:2", "--nproc-per-node", 1, "--max-restarts", 9, "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", free_endpoint(), "--rdzv-conf", patience, HERE / "worker.py"),
+    )
+
+    def add_node() -> subprocess.Popen[bytes]:
+        starts = run.starts()
+        node = run.start(*TORCHRUN, *options, "train", "recipe.toml", "--plain")
+        if len(run.launchers) > 1:  # one process alone does not say that it is distributed
+            run.wait(lambda: run.starts() > starts and run.is_stepping())
+        return node
+
+    def wait_for_checkpoint() -> None:
+        saved = checkpoints(run)
+        run.wait(lambda: checkpoints(run) > saved)
+
+    first = add_node()  # the others connect to it
+    wait_for_checkpoint()
+    second = add_node()
+    wait_for_checkpoint()
+    run.kill_node(second)
+    steps = len(run.losses())
+    run.wait(lambda: len(run.losses()) > steps + 20)
+    assert list(run.processes().values()).count("0") == 1
+    last = add_node()
+    wait_for_checkpoint()
+    assert whimbrel("control", "run", "stop") == 0
+    assert [node.wait(120) for node in (first, last)] == [0, 0], run.text()
+    assert run.wait_for_exit() == 0
+    check_curve(run, monkeypatch)

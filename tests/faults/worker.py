@@ -18,7 +18,7 @@ from whimbrel.train.trainer import Trainer
 FAIL_FROM, ALL_WRITES = 3, 1 | 2 | 4
 FULL_STEPS = 25
 """How long the disk stays full: at least two saves."""
-STEP_SECONDS = 0.01
+STEP_SECONDS = 0.05
 """Delays steps, so that a test can break the run between two of them."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from whimbrel.train import read_log
 MARK = "WHIMBREL_TEST_FOLDER"
 """Environment variable by which the processes of a run are found."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+"""Followed by options; `free_endpoint` is an address for --rdzv-endpoint."""
 RECIPE = """
 output_dir = "run"
 [model]
@@ -43,6 +45,13 @@ timeout = {timeout}
 """
 
 
+def free_endpoint() -> str:
+    """An address of this machine where nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return f"localhost:{probe.getsockname()[1]}"
+
+
 class DistributedRun:
     """Processes that train in `folder`; their output is in `folder/output.txt`."""
 
@@ -62,7 +71,7 @@ class DistributedRun:
         return launcher
 
     def text(self) -> str:
-        return self.output.read_text(errors="replace")
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def losses(self) -> dict[int, float]:
         """The loss by the number of completed steps; each step is logged once."""
@@ -98,13 +107,21 @@ class DistributedRun:
         """The process ID of a rank."""
         return next(pid for pid, found in sorted(self.processes().items()) if found == str(rank))
 
+    def kill_node(self, launcher: subprocess.Popen[bytes]) -> None:
+        """Kill a launcher together with its workers, as if their machine were lost."""
+        children = Path(f"/proc/{launcher.pid}/task").glob("*/children")
+        workers = [int(pid) for path in children for pid in path.read_text().split()]
+        for pid in (launcher.pid, *workers):
+            os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+
     def wait(self, condition: Callable[[], bool], timeout: float = 120) -> None:
         """Wait for a condition while the run is running."""
         deadline = time.monotonic() + timeout
         while not condition():
             assert any(launcher.poll() is None for launcher in self.launchers), f"the run has ended:\n{self.text()}"
             assert time.monotonic() < deadline, self.text()[-3000:]
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def wait_for_exit(self, timeout: float = 120) -> int:
         """Wait until all processes have ended. Returns the exit code of the last launcher that was started."""
