@@ -13,7 +13,7 @@ import torch
 from tests.distributed import launch_jobs as jobs
 from tests.distributed.pool import Pool
 from tests.support.commands import whimbrel
-from tests.support.processes import RECIPE, TORCHRUN, DistributedRun, free_endpoint
+from tests.support.processes import PATIENCE, RECIPE, TORCHRUN, DistributedRun, free_endpoint
 from tests.support.runs import prepare_text
 
 from whimbrel.checkpoint import list_checkpoints
@@ -77,7 +77,7 @@ def test_two_agents_train_like_one_process(run: DistributedRun, losses_of_one_pr
     options = ("--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", free_endpoint())
     for _ in range(2):
         run.start(*TORCHRUN, *options, "-m", "whimbrel", "train", "recipe.toml", "--plain", "--parallel.strategy=fsdp")
-    assert [launcher.wait(120) for launcher in run.launchers] == [0, 0], run.text()
+    assert [launcher.wait(PATIENCE) for launcher in run.launchers] == [0, 0], run.text()
     run.wait_for_exit()
     assert run.starts() == 1
     assert run.losses() == pytest.approx(losses_of_one_process, rel=1e-5)
@@ -88,7 +88,7 @@ def test_error_of_one_rank_ends_all_ranks_with_its_line_and_exit_code(run: Distr
     run.start(sys.executable, WORKER, "train", "recipe.toml", "--plain", "--nproc", 2)
     run.wait(run.is_stepping)
     (run.folder / "fault-1").write_text("raise")
-    assert run.wait_for_exit(30) == 2
+    assert run.wait_for_exit() == 2
     errors = [line for line in run.text().splitlines() if re.search("rror|Traceback|peer|rank", line)]
     assert errors == ["[rank 1] whimbrel: an injected error"]
 

@@ -15,6 +15,8 @@ from whimbrel.train import read_log
 
 MARK = "WHIMBREL_TEST_FOLDER"
 """Environment variable by which the processes of a run are found."""
+PATIENCE = 600
+"""Seconds after which a test gives up: many times what a slow machine needs."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 """Followed by options; `free_endpoint` is an address for --rdzv-endpoint."""
 RECIPE = """
@@ -115,7 +117,7 @@ class DistributedRun:
             os.kill(pid, signal.SIGKILL)
         launcher.wait()
 
-    def wait(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+    def wait(self, condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
         """Wait for a condition while the run is running."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -123,13 +125,13 @@ class DistributedRun:
             assert time.monotonic() < deadline, self.text()[-3000:]
             time.sleep(0.1)
 
-    def wait_for_exit(self, timeout: float = 120) -> int:
+    def wait_for_exit(self, timeout: float = PATIENCE) -> int:
         """Wait until all processes have ended. Returns the exit code of the last launcher that was started."""
         try:
             code = self.launchers[-1].wait(timeout)
         except subprocess.TimeoutExpired as error:
             raise AssertionError(self.text()[-3000:]) from error
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE / 10
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert self.processes() == {}, f"processes are left:\n{self.text()[-3000:]}"
