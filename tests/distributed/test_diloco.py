@@ -214,7 +214,7 @@ def test_outer_parameters_are_evaluated_and_saved(pool: Pool, shards: Path, tmp_
     [({"train": TrainConfig(steps=1, precision="fp16")}, "fp16"), ({"ema": EmaConfig(decay=0.9)}, "ema.decay")],
 )
 def test_settings_that_do_not_work_with_diloco_raise(changes: dict[str, Any], name: str, tmp_path: Path) -> None:
-    world = World(Layout(dp_replicate=2), independent=True)
+    world = World(independent=True)
     settings = {"train": TrainConfig(steps=1), "parallel": ParallelConfig(strategy="diloco"), **changes}
     config = TrainerConfig(output_dir=tmp_path, **settings)
     with pytest.raises(ConfigError, match=name):
