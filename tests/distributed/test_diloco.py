@@ -197,6 +197,22 @@ def test_a_resumed_run_equals_the_unbroken_one(
         assert all(torch.equal(others[name], weight) for name, weight in weights.items())
 
 
+def optimizer_steps(folder: Path, shards: Path, parallel: dict[str, Any], stop_after: int | None) -> float:
+    """Train; returns the number of steps in the optimizer's state."""
+    table = {**run_table(folder, shards), "parallel": parallel}
+    trainer = Trainer.from_config(build_run_config(table), callbacks=[StopAfter(stop_after)])
+    trainer.train()
+    return float(next(iter(trainer.optimizer.state.values()))["step"])
+
+
+@pytest.mark.parametrize(("before", "after"), [("diloco", "ddp"), ("ddp", "diloco")])
+def test_optimizer_states_survive_a_change_of_strategy(
+    pool: Pool, shards: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    assert pool.run(2, optimizer_steps, tmp_path, shards, {"strategy": before}, 6) == [6, 6]
+    assert pool.run(2, optimizer_steps, tmp_path, shards, {"strategy": after}, None) == [STEPS, STEPS]
+
+
 def test_outer_parameters_are_evaluated_and_saved(pool: Pool, shards: Path, tmp_path: Path) -> None:
     (_, eval_losses, weights), _ = pool.run(2, train, tmp_path / "run", shards, {})
     assert eval_losses[4] == eval_losses[6]  # nothing was synchronized in between

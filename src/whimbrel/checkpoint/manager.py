@@ -385,7 +385,7 @@ class CheckpointManager:
         )
 
     def _restore(self, chosen: Path, manifest: Manifest, selected: Sequence[StateComponent]) -> None:
-        stems = {component.key: self._stem(component) for component in selected}
+        stems = {component.key: self._saved_stem(component, manifest) for component in selected}
         sharded = {key for key, saved in manifest.components.items() if saved.pattern == SharingPattern.SHARDED.value}
         missing = missing_on_this_rank(chosen, manifest, stems)
         missing |= sharded.intersection(missing_components(chosen, manifest))
@@ -412,7 +412,7 @@ class CheckpointManager:
         self._world.run(restore)
 
     def _restore_component(self, component: StateComponent, path: Path, manifest: Manifest) -> None:
-        stem, stateful = self._stem(component), component.stateful
+        stem, stateful = self._saved_stem(component, manifest), component.stateful
         try:
             if isinstance(stateful, PartialStateful):
                 stateful.load_parts(read_saved(path, stem))
@@ -430,6 +430,16 @@ class CheckpointManager:
 
     def _stem(self, component: StateComponent) -> str:
         return locate(component, self._world, self._groups).stem
+
+    def _saved_stem(self, component: StateComponent, manifest: Manifest) -> str:
+        """The files to load: of the same rank, or of rank 0 if that rank saved none or the state is now shared."""
+        saved = manifest.components.get(component.key)
+        if saved is None or not isinstance(component.stateful, PartialStateful):
+            return self._stem(component)
+        if saved.pattern != SharingPattern.PER_RANK.value:
+            return component.key
+        is_own = component.sharing_pattern is SharingPattern.PER_RANK and self._world.rank in saved.ranks
+        return f"{component.key}.rank-{self._world.rank if is_own else 0:05d}"
 
     def _has_other_ranks(self, component: StateComponent, manifest: Manifest) -> bool:
         """Whether each rank saved its own state, on another number of ranks, and the component can handle that."""

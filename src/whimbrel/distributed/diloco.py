@@ -170,10 +170,10 @@ class DiLoCo:
         return received
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        gathered = tensor.new_empty((self._workers * len(tensor), *tensor.shape[1:]))
-        dist.all_gather_into_tensor(gathered, tensor, group=self._group)
+        gathered = [torch.empty_like(tensor) for _ in range(self._workers)]
+        dist.all_gather(gathered, tensor, group=self._group)
         self.bytes_sent += (self._workers - 1) * tensor.nbytes
-        return gathered
+        return torch.cat(gathered)
 
 
 class OuterState:

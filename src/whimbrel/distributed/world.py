@@ -59,7 +59,7 @@ class World:
         if mesh is not None:
             data = mesh["dp_replicate", "dp_shard"]._flatten("dp")
             self.dp_rank, self.dp_group = data.get_local_rank(), data.get_group()
-        if self.size > 1 and dist.get_backend() != "fake":
+        if mesh is not None and self.size > 1 and dist.get_backend() != "fake":
             for group in self.groups().values():
                 _set_pg_timeout(timedelta(seconds=timeout), group)
 
