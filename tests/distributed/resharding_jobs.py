@@ -98,7 +98,7 @@ def train(
         gradient_norm(list(model.parameters()), world)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(world.sum_over_data(loss.detach().float()) / world.dp_size))
+        losses.append(float(world.all_reduce_dp(loss.detach().float()) / world.dp_size))
     if manager is not None and not resume:
         manager.save(BEFORE, components)
         manager.wait()

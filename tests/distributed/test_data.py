@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from whimbrel.train import device
 from whimbrel.train.batches import DatasetBatches, collate, make_batches
 from whimbrel.train.config import LoaderConfig
-from whimbrel.train.objectives import Filler
+from whimbrel.train.objectives import DummyBatch
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
@@ -61,7 +61,7 @@ def read(ranks: list[DatasetBatches], epoch: int, steps: int | None = None) -> l
         if step[0] is None:
             assert step == [None] * len(ranks)  # all ranks end together
             break
-        found.append([None if isinstance(batch, Filler) else batch["x"].tolist() for batch in step])
+        found.append([None if isinstance(batch, DummyBatch) else batch["x"].tolist() for batch in step])
     return found
 
 
@@ -253,7 +253,7 @@ def test_other_ranks_continue_the_curve(pool: Pool, tmp_path: Path, source: str)
         assert epochs == alone["epochs"]
 
 
-def test_random_numbers_of_other_ranks_are_seeded_anew(pool: Pool, tmp_path: Path) -> None:
+def test_rngs_are_reseeded_on_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
     """Differently on every data rank, the same each time, and rank 0 says so."""
     settings = {"kind": "regressor", "dropout": 0.3}
     arguments = {**RUN, "max_steps": 3, "output_dir": str(tmp_path)}
@@ -263,7 +263,7 @@ def test_random_numbers_of_other_ranks_are_seeded_anew(pool: Pool, tmp_path: Pat
     assert first == again
     assert [name for name, _, _ in first] == ["step-00000003"] * 3
     assert [len(messages) for _, messages, _ in first] == [1, 0, 0]
-    assert "saved by 2 ranks, this run has 3 (dp_replicate=3): random numbers continue from seed" in first[0][1][0]
+    assert "saved by 2 ranks, this run has 3 (dp_replicate=3): reseeding RNGs from seed" in first[0][1][0]
     assert len({tuple(numbers) for _, _, numbers in first}) == 3
 
 

@@ -83,7 +83,7 @@ def test_two_agents_train_like_one_process(run: DistributedRun, losses_of_one_pr
     assert run.losses() == pytest.approx(losses_of_one_process, rel=1e-5)
 
 
-def test_error_of_one_rank_ends_all_ranks_with_its_line_and_exit_code(run: DistributedRun) -> None:
+def test_error_on_one_rank_stops_all_with_its_message_and_exit_code(run: DistributedRun) -> None:
     write_recipe(run, 100_000)
     run.start(sys.executable, WORKER, "train", "recipe.toml", "--plain", "--nproc", 2)
     run.wait(run.is_stepping)

@@ -1,4 +1,4 @@
-"""FSDP options take effect, and gradient norms."""
+"""Effects of the FSDP options; gradient norms."""
 
 from __future__ import annotations
 

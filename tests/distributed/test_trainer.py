@@ -94,7 +94,7 @@ def run(pool: Pool, folder: Path, layout: Layout, kind: str, **train: Any) -> li
 
 
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS, ids=str)
-def test_a_layout_has_the_curve_of_one_process(
+def test_layout_matches_a_single_process(
     pool: Pool, reference: References, tmp_path: Path, kind: str, layout: Layout
 ) -> None:
     for curve in run(pool, tmp_path, layout, kind):
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_a_split_model_resumes_under_other_layouts(pool: Pool, t
     ("schedule", "micro_batches", "message"),
     [
         ("1f1b", 3, "needs at least 4 micro-batches a step, got 3"),
-        ("interleaved", 6, "at least 4 micro-batches a step, a multiple of it, got 6"),
+        ("interleaved", 6, "needs a multiple of 4 micro-batches a step, got 6"),
         ("zero-bubble", 7, "at least 8 micro-batches"),
     ],
 )
@@ -215,7 +215,7 @@ def test_too_few_micro_batches_for_a_schedule_are_rejected(schedule: Any, micro_
     ],
     ids=lambda value: str(value)[:50],
 )  # fmt: skip
-def test_what_a_layout_does_not_support_is_rejected_at_the_start(
+def test_unsupported_settings_are_rejected_at_startup(
     pool: Pool, tmp_path: Path, layout: Layout, train: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     world_size, settings = layout

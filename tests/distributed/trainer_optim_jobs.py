@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import WhimbrelError
 from whimbrel.distributed import ParallelConfig
-from whimbrel.distributed.state import full_tensor, is_sharded
+from whimbrel.distributed.state import full_tensor, is_dtensor
 from whimbrel.precision import quantize_
 from whimbrel.train import Trainer, TrainerCallback, TrainingArguments
 from whimbrel.train.arguments import to_config
@@ -72,7 +72,7 @@ def finished_run(trainer: Trainer) -> Run:
         [entry["loss"] for entry in logs],
         [entry["grad_norm"] for entry in logs],
         weights,
-        sum((tensor.to_local() if is_sharded(tensor) else tensor).nbytes for tensor in state),
+        sum((tensor.to_local() if is_dtensor(tensor) else tensor).nbytes for tensor in state),
     )
 
 
@@ -105,7 +105,7 @@ def allocated_bytes(folder: Path, ranks: int, changes: dict[str, Any]) -> Bytes:
 
 
 def allocated(tensors: Iterable[Any]) -> int:
-    local = (tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors if isinstance(tensor, Tensor))
+    local = (tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors if isinstance(tensor, Tensor))
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
     return sum(storages.values())
 

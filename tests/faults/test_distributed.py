@@ -118,7 +118,7 @@ def check_curve(run: DistributedRun, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_run_continues_after_faults_with_the_curve_of_an_unbroken_run(
+def test_run_with_faults_matches_an_uninterrupted_run(
     run: DistributedRun,
     name: str,
     monkeypatch: pytest.MonkeyPatch,

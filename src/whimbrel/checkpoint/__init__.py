@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         verify_component,
     )
     from whimbrel.checkpoint.serialization import pack, read_component, read_tensors, unpack, write_tensors
-    from whimbrel.checkpoint.sharded import SavedTensor, complete_state
+    from whimbrel.checkpoint.sharded import SavedTensor, read_full_state
 
 __all__ = [
     "CheckpointManager",
@@ -43,13 +43,13 @@ __all__ = [
     "StateComponent",
     "Stateful",
     "checkpoint_path",
-    "complete_state",
     "latest_checkpoint",
     "list_checkpoints",
     "missing_components",
     "pack",
     "rank_by_metric",
     "read_component",
+    "read_full_state",
     "read_manifest",
     "read_tensors",
     "step_directories",
@@ -75,7 +75,7 @@ __getattr__, __dir__ = lazy_exports(
             "verify_checkpoint",
             "verify_component",
         ],
-        "sharded": ["SavedTensor", "complete_state"],
+        "sharded": ["SavedTensor", "read_full_state"],
         "serialization": ["pack", "read_component", "read_tensors", "unpack", "write_tensors"],
     },
 )

@@ -50,7 +50,7 @@ from whimbrel.checkpoint.manifest import (
 )
 from whimbrel.checkpoint.mirror import CheckpointMirror
 from whimbrel.checkpoint.serialization import pack, read_component
-from whimbrel.checkpoint.sharded import complete_state, read_saved
+from whimbrel.checkpoint.sharded import read_full_state, read_saved
 from whimbrel.checkpoint.writer import (
     ComponentSnapshot,
     HostBuffers,
@@ -59,7 +59,7 @@ from whimbrel.checkpoint.writer import (
     write_checkpoint,
 )
 from whimbrel.distributed.layout import ParallelConfig
-from whimbrel.distributed.state import Gathered
+from whimbrel.distributed.state import LazyGather
 from whimbrel.distributed.world import World, join_world
 
 __all__ = ["CheckpointManager", "SavedCheckpoint", "rank_by_metric"]
@@ -82,7 +82,7 @@ class CheckpointManager:
 
     Retains the newest `keep` checkpoints (None: all) and the top `best` by metric. With `asynchronous`, a save blocks
     the caller only for the copy to host memory. All changes to the checkpoints of a run hold `lock`; a trainer holds it
-    for the entire run. Several ranks make every call together, and the run directory is on a disk that all can write.
+    for the entire run. With several ranks, calls are collective, and all ranks must be able to write the run directory.
     Complete checkpoints are copied to `mirror`, a URL (see `CheckpointMirror`).
 
     An asynchronous save has two jobs on one writer thread: write the checkpoint, then prune old ones. The next save
@@ -113,7 +113,7 @@ class CheckpointManager:
         self._world = world or _current_world()
         self._groups = dict(process_groups or {})
         self._buffers = HostBuffers()
-        self._writers = self._world.in_background()
+        self._writers = self._world.with_own_group()
         self._asynchronous = asynchronous
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -185,7 +185,7 @@ class CheckpointManager:
     ) -> bool:
         """Copy the state and write it. Returns whether the writer thread will release the lock."""
         in_run = target == checkpoint_path(self.run, step)
-        packed: list[tuple[dict[str, Tensor | Gathered], Any]] = []
+        packed: list[tuple[dict[str, Tensor | LazyGather], Any]] = []
 
         def prepare() -> None:
             if not in_run:
@@ -216,7 +216,7 @@ class CheckpointManager:
         return in_run
 
     def _snapshot(
-        self, component: StateComponent, tensors: dict[str, Tensor | Gathered], tree: Any
+        self, component: StateComponent, tensors: dict[str, Tensor | LazyGather], tree: Any
     ) -> ComponentSnapshot:
         location = locate(component, self._world, self._groups)
         if not location.is_writer and not component.validate_replication:
@@ -281,7 +281,7 @@ class CheckpointManager:
 
     def _acquire(self) -> None:
         """Lock the run directory; rank 0 does it for all ranks."""
-        self._world.on_main(self.lock.acquire)
+        self._world.run_on_main(self.lock.acquire)
 
     def _release(self) -> None:
         if self._world.is_main:
@@ -343,7 +343,7 @@ class CheckpointManager:
         selected = [component for component in components if component.key not in skip]
         optional = [component.key for component in components if not component.required]
         while True:
-            chosen, manifest = self._world.on_main(partial(self._choose, path, selected, optional))
+            chosen, manifest = self._world.run_on_main(partial(self._choose, path, selected, optional))
             try:
                 if check is not None:
                     check(chosen, manifest)
@@ -362,7 +362,7 @@ class CheckpointManager:
     def load_component(self, component: StateComponent, path: Path) -> None:
         """Restore one component from a checkpoint. Unlike `load`, does not make it the run's current checkpoint."""
         self.drain()
-        manifest = self._world.on_main(partial(_verify, path, [component], ()))
+        manifest = self._world.run_on_main(partial(_verify, path, [component], ()))
         self._world.run(partial(self._restore_component, component, path, manifest))
 
     def _choose(
@@ -417,7 +417,7 @@ class CheckpointManager:
             if isinstance(stateful, PartialStateful):
                 stateful.load_parts(read_saved(path, stem))
             elif manifest.components[component.key].pattern == SharingPattern.SHARDED.value:
-                stateful.load_state_dict(complete_state(read_saved(path, stem)))
+                stateful.load_state_dict(read_full_state(read_saved(path, stem)))
             elif isinstance(stateful, DirectoryStateful):
                 stateful.load_directory(path / stem)
             else:

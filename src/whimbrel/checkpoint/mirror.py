@@ -30,7 +30,7 @@ __all__ = ["CheckpointMirror"]
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = (1.0, 4.0, 16.0)
-"""Waiting times between attempts of a transfer that failed."""
+"""Delays between retries of a failed transfer."""
 CLOSE_SECONDS = 600.0
 """How long the end of a run waits for the last upload."""
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import parse_json
-from whimbrel.distributed.state import Gathered, Reordered, is_sharded, local_part
+from whimbrel.distributed.state import LazyGather, Reordered, is_dtensor, local_part
 
 __all__ = ["pack", "read_component", "read_tensors", "sorted_by_alignment", "tensor_bytes", "unpack", "write_tensors"]
 
@@ -30,18 +30,18 @@ WRITE_CHUNK = 32 * 2**20
 """Bytes per write call."""
 
 
-def pack(state: Any) -> tuple[dict[str, Tensor | Gathered], Any]:
+def pack(state: Any) -> tuple[dict[str, Tensor | LazyGather], Any]:
     """Separate the tensors of `state` from the rest: named tensors, and a JSON tree that refers to them by name.
 
     A tensor that occurs twice is stored once. Subclasses of dict become dicts, NumPy scalars become Python numbers;
     everything else is restored exactly by `unpack`. Raises CheckpointError for types that cannot be. Of a sharded
-    tensor, the tree has this rank's part (see checkpoint/sharded.py). A `Gathered` tensor is not gathered yet.
+    tensor, the tree has this rank's part (see checkpoint/sharded.py). A `LazyGather` tensor is not gathered yet.
     """
-    tensors: dict[str, Tensor | Gathered] = {}
+    tensors: dict[str, Tensor | LazyGather] = {}
     names: dict[tuple[Any, ...], str] = {}
 
-    def add(tensor: Tensor | Gathered, path: str) -> dict[str, str]:
-        if isinstance(tensor, Gathered):
+    def add(tensor: Tensor | LazyGather, path: str) -> dict[str, str]:
+        if isinstance(tensor, LazyGather):
             tensors.setdefault(name := names.setdefault((id(tensor),), path), tensor)
             return {"tensor": name}
         storable = tensor.layout is torch.strided and not tensor.is_meta and _dtype_name(tensor) in DTYPES
@@ -64,10 +64,10 @@ def pack(state: Any) -> tuple[dict[str, Tensor | Gathered], Any]:
         return {"part": {"tensor": stored, "pieces": part.pieces(order), "shape": shape, "dtype": dtype}}
 
     def walk(node: Any, path: str) -> Any:
-        if isinstance(node, Reordered) or is_sharded(node):
+        if isinstance(node, Reordered) or is_dtensor(node):
             return add_part(node, path)
         match node:
-            case Tensor() | Gathered():
+            case Tensor() | LazyGather():
                 return add(node, path)
             case dict():
                 _check_keys(node, path)
@@ -173,7 +173,7 @@ def read_component(path: Path, stem: str) -> Any:
         raise CheckpointError(f"{path}: the component '{stem}' is malformed ({error})") from error
 
 
-def sorted_by_alignment(tensors: Mapping[str, Tensor | Gathered]) -> list[str]:
+def sorted_by_alignment(tensors: Mapping[str, Tensor | LazyGather]) -> list[str]:
     """Names in an order in which every tensor starts at a multiple of its item size, without gaps."""
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 

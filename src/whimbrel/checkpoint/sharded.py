@@ -22,9 +22,9 @@ from torch import Tensor
 from whimbrel.base.errors import CheckpointError
 from whimbrel.base.files import parse_json
 from whimbrel.checkpoint.serialization import DTYPES, unpack_with
-from whimbrel.distributed.state import local_part, sharded_like
+from whimbrel.distributed.state import from_local_like, local_part
 
-__all__ = ["SavedTensor", "complete_state", "merge_trees", "own_tensors", "rank_file", "read_saved"]
+__all__ = ["SavedTensor", "merge_trees", "own_tensors", "rank_file", "read_full_state", "read_saved"]
 
 TORCH_DTYPES = {stored: getattr(torch, name) for name, stored in DTYPES.items() if hasattr(torch, name)}
 
@@ -115,7 +115,7 @@ class SavedTensor:
             self.read(piece.offset, (piece.stop - piece.start, *part.local.shape[1:])) for piece in part.pieces(order)
         ]
         local = torch.cat(rows) if rows else part.local.new_empty(part.local.shape, dtype=self.dtype)
-        return sharded_like(target, local)
+        return from_local_like(target, local)
 
     def read(self, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The box of `shape` that starts at `offset`."""
@@ -135,7 +135,7 @@ class SavedTensor:
             target.copy_(self._file(part.file).get_slice(part.name)[source])
             num_read += target.numel()
         if num_read != box.numel():
-            raise CheckpointError(f"expected parts with {box.numel()} numbers of a tensor, got {num_read}")
+            raise CheckpointError(f"expected {box.numel()} elements of a tensor in the checkpoint, got {num_read}")
         return box
 
     def _stored_shape(self, part: SavedPart) -> torch.Size:
@@ -181,13 +181,13 @@ def rank_file(key: str, rank: int) -> str:
     return f"{key}.rank-{rank:05d}.safetensors"
 
 
-def complete_state(state: Any) -> Any:
+def read_full_state(state: Any) -> Any:
     """A nested state with each `SavedTensor` read completely."""
     match state:
         case SavedTensor():
             return state.full()
         case Mapping():
-            return {key: complete_state(value) for key, value in state.items()}
+            return {key: read_full_state(value) for key, value in state.items()}
         case list() | tuple():
-            return type(state)(complete_state(value) for value in state)
+            return type(state)(read_full_state(value) for value in state)
     return state

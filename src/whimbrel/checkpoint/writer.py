@@ -27,7 +27,7 @@ from whimbrel.checkpoint.component import DirectoryStateful, Location, SharingPa
 from whimbrel.checkpoint.manifest import MANIFEST_FILE, ComponentEntry, FileEntry, Manifest
 from whimbrel.checkpoint.serialization import sorted_by_alignment, tensor_bytes, unpack, write_tensors
 from whimbrel.checkpoint.sharded import merge_trees, own_tensors, rank_file
-from whimbrel.distributed.state import Gathered
+from whimbrel.distributed.state import LazyGather
 from whimbrel.distributed.world import World
 
 __all__ = ["ComponentSnapshot", "HostBuffers", "Snapshot", "check_replication", "gather_for_others", "write_checkpoint"]
@@ -57,11 +57,11 @@ class HostBuffers:
         self._buffers: dict[str, Tensor] = {}
         self._copies: list[torch.cuda.Event] = []
 
-    def reserve(self, key: str, tensors: Mapping[str, Tensor | Gathered]) -> None:
+    def reserve(self, key: str, tensors: Mapping[str, Tensor | LazyGather]) -> None:
         """Allocate the buffer for a state with tensors of these sizes."""
         self._buffer(key, tensors)
 
-    def copy(self, key: str, tensors: Mapping[str, Tensor | Gathered], tree: Any) -> Snapshot:
+    def copy(self, key: str, tensors: Mapping[str, Tensor | LazyGather], tree: Any) -> Snapshot:
         """Copy a state (see `pack`). Its tensors may be modified as soon as this returns.
 
         One at a time is gathered; ranks that do not need it call `gather_for_others`.
@@ -70,7 +70,7 @@ class HostBuffers:
         for name in sorted_by_alignment(tensors):
             source = tensors[name]
             target = buffer[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
-            tensor = source.gather() if isinstance(source, Gathered) else source
+            tensor = source.gather() if isinstance(source, LazyGather) else source
             assert tensor is not None
             copies[name] = target.copy_(tensor, non_blocking=True)
             if tensor.is_cuda:
@@ -90,7 +90,7 @@ class HostBuffers:
         """Free the buffers."""
         self._buffers.clear()
 
-    def _buffer(self, key: str, tensors: Mapping[str, Tensor | Gathered]) -> Tensor:
+    def _buffer(self, key: str, tensors: Mapping[str, Tensor | LazyGather]) -> Tensor:
         size = sum(tensor.nbytes for tensor in tensors.values())
         pinned = any(tensor.is_cuda for tensor in tensors.values())
         buffer = self._buffers.get(key)
@@ -101,17 +101,17 @@ class HostBuffers:
         return buffer
 
 
-def gather_for_others(tensors: Mapping[str, Tensor | Gathered]) -> None:
+def gather_for_others(tensors: Mapping[str, Tensor | LazyGather]) -> None:
     """Take part in gathering the tensors of a state that another rank copies."""
     for name in sorted_by_alignment(tensors):
         tensor = tensors[name]
-        if isinstance(tensor, Gathered):
+        if isinstance(tensor, LazyGather):
             tensor.gather()
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentSnapshot:
-    """A component on this rank. `snapshot` is None if this rank neither writes it nor compares it with other world."""
+    """A component on this rank. `snapshot` is None if this rank neither writes it nor compares it with other ranks."""
 
     component: StateComponent
     location: Location
@@ -130,7 +130,7 @@ def write_checkpoint(
     metadata: dict[str, Any],
     world: World,
 ) -> None:
-    """Write the components of all world. An existing `target` is replaced once the new checkpoint is on disk."""
+    """Write the components of all ranks. An existing `target` is replaced once the new checkpoint is on disk."""
     with ExitStack() as stack:
 
         def create() -> Path | None:
@@ -138,7 +138,7 @@ def write_checkpoint(
 
         def write_components() -> FilesByComponent:
             if not directory.is_dir():
-                raise CheckpointError(f"expected {target.parent} on a disk that all nodes share, but it is not here")
+                raise CheckpointError(f"expected {target.parent} on a file system shared by all nodes, got a local one")
             return {
                 item.component.key: _write_component(directory, item, plans.get(item.component.key), world)
                 for item in snapshots
@@ -151,7 +151,7 @@ def write_checkpoint(
 
         directory = world.run(create)[0] or target
         plans = {
-            item.component.key: merge_trees(world.gather(item.snapshot.tree))
+            item.component.key: merge_trees(world.all_gather_object(item.snapshot.tree))
             for item in snapshots
             if item.component.sharing_pattern is SharingPattern.SHARDED and item.snapshot is not None
         }
@@ -220,7 +220,7 @@ def check_replication(component: StateComponent, snapshot: Snapshot, world: Worl
             own[name] += f" {hashlib.sha256(tensor_bytes(tensor)).hexdigest()}"
     if component.validation_level == "full":
         tree_digest = hashlib.sha256(json.dumps(snapshot.tree).encode()).hexdigest()
-    (first, first_tree), *others = world.gather((own, tree_digest))
+    (first, first_tree), *others = world.all_gather_object((own, tree_digest))
     for rank, (other, other_tree) in enumerate(others, 1):
         different = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
         if first_tree != other_tree:

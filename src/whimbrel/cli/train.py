@@ -64,7 +64,7 @@ def train(
     Override any setting of the file with --section.name=value; none turns off an optional one. If the output directory
     contains a run, training resumes from its newest checkpoint. Ctrl-C finishes the step, saves and stops.
 
-    Several GPUs train together (docs/distributed.md); on several machines, start torchrun ... -m whimbrel train CONFIG.
+    Uses all visible GPUs (docs/distributed.md). On multiple nodes, run torchrun ... -m whimbrel train CONFIG on each.
     """
     from whimbrel.train import Trainer, load_run_config
     from whimbrel.train.callbacks import ProgressCallback

@@ -1,4 +1,4 @@
-"""DiLoCo: workers train independently for many steps, then average how far they moved.
+"""DiLoCo: workers train independently for many steps, then average their parameter deltas.
 
 Every `sync_every` steps, the difference between the parameters at the last synchronization and now is averaged over
 the workers and applied by an outer optimizer, SGD with Nesterov momentum (Douillard et al., 2023). No gradient is sent
@@ -9,8 +9,8 @@ Deltas can be compressed: `delta_dtype = "int8"` sends one byte per value and on
 sends the factors of a low-rank approximation of each matrix (PowerSGD, Vogels et al., 2019). What compression drops is
 added to the next delta.
 
-The model has two versions: the outer parameters, which are equal on all workers and are evaluated and saved, and the
-parameters of each worker, which have moved away from them since the last synchronization.
+There are two sets of parameters: the outer parameters, which are the same on all workers and are evaluated and saved,
+and the local parameters of each worker, which have diverged from them since the last synchronization.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DiLoCo:
         self.worker_state, self.outer_state = WorkerState(self), OuterState(self)
         self._parameters, self._config, self._group = dict(parameters), config, world.dp_group
         self._workers, self._total_steps = world.dp_size, total_steps
-        self._anchors: Tensors = {}
+        self._outer: Tensors = {}
         """Outer parameters, in fp32: those after the last synchronization."""
         self._is_loaded = False
         self._momenta = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
@@ -66,7 +66,7 @@ class DiLoCo:
     def start(self) -> None:
         """Take the parameters as the outer ones, unless those were just loaded from a checkpoint."""
         if not self._is_loaded:
-            self._anchors = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+            self._outer = {name: p.detach().float().clone() for name, p in self._parameters.items()}
         self._is_loaded = False
 
     @torch.no_grad()
@@ -86,12 +86,12 @@ class DiLoCo:
 
     @contextlib.contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """Exchange the parameters of this worker for the outer ones; they must not be modified."""
+        """Temporarily replace the local parameters with the outer ones, which must not be modified."""
         own = {name: parameter.data for name, parameter in self._parameters.items()}
         self.worker_state.own = own
         try:
             for name, parameter in self._parameters.items():
-                parameter.data = self._anchors[name].to(parameter.dtype)
+                parameter.data = self._outer[name].to(parameter.dtype)
             yield
         finally:
             for name, parameter in self._parameters.items():
@@ -102,15 +102,15 @@ class DiLoCo:
     def finish(self) -> None:
         """Leave the model with the outer parameters; no step may follow."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(self._anchors[name])
+            parameter.copy_(self._outer[name])
 
     def _synchronize(self, names: Sequence[str], lr: float, momentum: float) -> None:
-        deltas = {name: self._anchors[name] - self._parameters[name] for name in names}
+        deltas = {name: self._outer[name] - self._parameters[name] for name in names}
         for name, residual in self._residuals.items():
             if name in deltas:
                 deltas[name] += residual
         for name, delta in self._average(deltas).items():
-            velocity, anchor = self._momenta[name], self._anchors[name]
+            velocity, anchor = self._momenta[name], self._outer[name]
             velocity.mul_(momentum).add_(delta)
             anchor.sub_(delta.add(velocity, alpha=momentum), alpha=lr)
             self._parameters[name].copy_(anchor)
@@ -177,7 +177,7 @@ class DiLoCo:
 
 
 class OuterState:
-    """What all workers have in common, besides the outer parameters, which the checkpoint has as the model."""
+    """Outer state that is the same on all workers; the outer parameters themselves are saved as the model."""
 
     def __init__(self, diloco: DiLoCo) -> None:
         self._diloco = diloco
@@ -185,7 +185,7 @@ class OuterState:
     def state_dict(self) -> dict[str, Any]:
         """Momenta, bases of low-rank deltas, and outer parameters that the model rounds."""
         diloco = self._diloco
-        rounded = {name: a for name, a in diloco._anchors.items() if diloco._parameters[name].dtype != a.dtype}
+        rounded = {name: a for name, a in diloco._outer.items() if diloco._parameters[name].dtype != a.dtype}
         return {"momenta": diloco._momenta, "bases": diloco._bases, "parameters": rounded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -193,14 +193,14 @@ class OuterState:
         diloco = self._diloco
         diloco.start()
         for name, saved in state["parameters"].items():
-            diloco._anchors[name].copy_(saved)
+            diloco._outer[name].copy_(saved)
         _restore(diloco._momenta, state["momenta"])
         _restore(diloco._bases, state["bases"])
         diloco._is_loaded = True
 
 
 class WorkerState:
-    """The parameters of one worker, and what compression has dropped from its deltas so far."""
+    """The local parameters of one worker and its compression residuals (error feedback)."""
 
     def __init__(self, diloco: DiLoCo) -> None:
         self._diloco = diloco

@@ -1,7 +1,7 @@
-"""Ranks end together: the first error is printed once, and the other ranks end with its exit code.
+"""Fail together: the first error is printed once, and all ranks exit with its code.
 
-A rank that fails records it in a store that every rank watches in a thread. The others notice it when a collective
-operation fails; one that waits forever (NCCL does not notice that a peer has gone) is ended after a grace period.
+A failing rank records its error in a store that every rank polls in a thread. The other ranks usually fail in their
+next collective; a rank that hangs in one (NCCL does not detect a dead peer) is killed after a grace period.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ LOST_SECONDS = 2.0
 """How long a rank that lost a connection waits for the error of the rank that ended."""
 CONNECT_SECONDS = 5.0
 EXIT_SECONDS = 0.2
-"""For communication threads to free their last tensors before Python exits: they abort the process afterwards."""
+"""Time for communication threads to free their last tensors; after Python's exit they would abort the process."""
 
 LOST = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|socket closed|remote process", re.I)
 TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|wait timeout after|collective operation timeout", re.I)
 
 
 class Watch:
-    """Watches the other ranks of this process."""
+    """Polls the store for a failure of another rank, in a thread."""
 
     def __init__(self, store: Store, rank: int, timeout: float) -> None:
         self.rank, self.timeout = rank, timeout
@@ -119,15 +119,15 @@ def rank_prefix() -> str:
 
 
 def explain(error: Exception) -> Exception:
-    """The error; if another process was lost, a ParallelError that says so."""
+    """`error`, or a ParallelError if its cause is a lost or hung rank."""
     if _watch is None or not isinstance(error, RuntimeError) or isinstance(error, WhimbrelError):
         return error
     text = " ".join(str(error).split())
     if TIMED_OUT.search(text):
         limit = f"parallel.timeout = {_watch.timeout:g} s"
-        return ParallelError(f"another process did not answer within {limit}: it hangs, or the network is slow")
+        return ParallelError(f"a collective timed out after {limit}: another rank hangs, or the network is too slow")
     if LOST.search(text):
-        return ParallelError("lost the connection to another process: it ended, or the network failed")
+        return ParallelError("lost the connection to another rank: it exited, or the network failed")
     return error
 
 
@@ -151,7 +151,7 @@ def report_failure(error: Exception) -> tuple[bool, int]:
 
 
 def end_process(code: int) -> None:
-    """Exit. With several processes without finalizing Python, which can abort or hang in communication threads."""
+    """Exit. With several processes, skip Python's finalization: it can abort or hang in communication threads."""
     if _watch is not None:
         _watch.stop()
         atexit._run_exitfuncs()
@@ -186,10 +186,10 @@ def report_uncaught_exceptions() -> None:
 
 
 def meet(store: Store, rank: int, size: int, timeout: float) -> str:
-    """Wait for all ranks; returns a new name for this start, which they share.
+    """Wait for all ranks and return an id of this start, the same on all ranks.
 
-    torch elastic keeps the store when it restarts processes, so that keys of earlier starts are still there. Each rank
-    says hello with a number of its own, and rank 0 answers to that number.
+    torch elastic keeps the store across restarts, so it still has the keys of earlier starts. Each rank therefore posts
+    a nonce, and rank 0 replies with the id under that nonce.
     """
     prefix, deadline = "whimbrel/meet", time.monotonic() + timeout
     if rank:
@@ -212,23 +212,23 @@ def meet(store: Store, rank: int, size: int, timeout: float) -> str:
         time.sleep(0.01)
     if missing:
         ranks = ", ".join(map(str, sorted(missing)))
-        raise ParallelError(f"no connection to rank {ranks} within {timeout:g} s: check its output")
+        raise ParallelError(f"expected {size} ranks, got nothing from {ranks} in {timeout:g} s: check their output")
     return name
 
 
 def leave() -> None:
-    """Leave torch.distributed when Python exits."""
+    """Destroy the process group at exit."""
     if _watch is not None:
         _watch.stop()
         if _watch._error is not None:
-            return  # collective operations that never end would block
+            return  # destroying the group would wait for hung collectives
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(EXIT_SECONDS)
 
 
 def _wake_siblings() -> None:
-    """Continue processes of the same launcher that were stopped (SIGSTOP): otherwise they would not end either."""
+    """Send SIGCONT to the launcher's other processes: a stopped one (SIGSTOP) could not react to SIGTERM."""
     for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for pid in path.read_text().split():

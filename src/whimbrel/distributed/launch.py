@@ -26,7 +26,7 @@ COMMAND = ("-m", "whimbrel")
 FORWARDED = (signal.SIGTERM, signal.SIGINT)
 """Signals that the processes handle: they save and stop."""
 ENDING = "SIGHUP,SIGQUIT"
-"""Signals with which torch elastic ends the processes."""
+"""Signals that torch elastic handles itself, by killing the processes."""
 
 
 def default_processes(device: str | None) -> int:
@@ -52,7 +52,7 @@ def launch(processes: int, arguments: Sequence[str], *, max_restarts: int = 0) -
         if value < minimum:
             raise ConfigError(f"expected --{name} of at least {minimum}, got {value}")
     _silence_elastic()
-    # Processes that share a CPU would slow each other down with one thread per core each.
+    # Avoid oversubscription: the default is one thread per core in every process.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ENDING
     parameters = RendezvousParameters(
@@ -75,7 +75,7 @@ def launch(processes: int, arguments: Sequence[str], *, max_restarts: int = 0) -
 
 
 def _exit_code(failures: list[ProcessFailure]) -> int:
-    """The code of the process that failed first; one that was killed is why others failed."""
+    """The exit code of the first failure; a killed process comes first, since it made the others fail."""
     killed = [failure for failure in failures if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
     failure = killed[0] if killed else min(failures, key=lambda failure: failure.timestamp)
     if failure.exitcode > 0:

@@ -17,11 +17,11 @@ __all__ = ["Layout", "ParallelConfig", "resolve_layout"]
 Strategy = Literal["ddp", "fsdp", "hsdp", "pipeline", "diloco", "auto"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 SIZES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""Mesh dimensions, from the slowest network to the fastest: ranks that differ only in `tp` are neighbors."""
+"""Mesh dimensions, outermost first: `tp` ranks are adjacent and use the fastest links."""
 FILLS: dict[Strategy, str] = {
     "ddp": "dp_replicate", "fsdp": "dp_shard", "hsdp": "dp_replicate", "pipeline": "pp", "diloco": "dp_replicate",
 }  # fmt: skip
-"""The dimension that gets the ranks that no size claims."""
+"""The mesh dimension that gets the remaining ranks."""
 OPTIONS: dict[str, Strategy] = {
     "reshard_after_forward": "fsdp", "cpu_offload": "fsdp", "param_dtype": "fsdp", "pipeline_schedule": "pipeline",
     "sync_every": "diloco", "outer_lr": "diloco", "outer_momentum": "diloco", "fragments": "diloco",
@@ -35,8 +35,8 @@ class ParallelConfig:
     """Distributed training: a strategy, or the sizes of the mesh."""
 
     strategy: Strategy | None = None
-    """ddp: replicate the model; fsdp: shard it; hsdp: shard within a machine, replicate across; pipeline: split the
-    layers; diloco: rarely synchronized replicas; auto: the cheapest that fits. Default with several processes: ddp."""
+    """ddp: replicate the model; fsdp: shard it; hsdp: shard within a node, replicate across nodes; pipeline: split the
+    layers; diloco: synchronize replicas every sync_every steps; auto: the fastest that fits. Default: ddp."""
     dp_replicate: int | None = None
     """Number of replicas of the model."""
     dp_shard: int | None = None
@@ -54,7 +54,7 @@ class ParallelConfig:
     pipeline_schedule: PipelineSchedule = "1f1b"
     """Order of forward and backward passes of the micro-batches (train.accumulation) in a pipeline."""
     timeout: float = 600.0
-    """Seconds before a collective operation that waits for a missing rank fails."""
+    """Timeout of collective operations in seconds."""
     sync_every: int = 50
     """diloco: inner steps between two synchronizations."""
     outer_lr: float = 0.8
@@ -66,7 +66,7 @@ class ParallelConfig:
     delta_dtype: Literal["int8"] | None = None
     """diloco: quantize the exchanged parameter deltas; default: fp32."""
     delta_rank: int | None = None
-    """diloco: exchange the deltas of matrices as two factors of this rank; default: complete."""
+    """diloco: send the delta of each matrix as two factors of this rank (PowerSGD); default: uncompressed."""
 
     def __post_init__(self) -> None:
         for name in (*SIZES, "timeout", "sync_every", "fragments", "delta_rank"):
@@ -135,8 +135,8 @@ def resolve_layout(config: ParallelConfig, world_size: int, ranks_per_node: int)
     """The layout for `world_size` processes; raises ConfigError with the legal choices if there is none."""
     if config.strategy == "auto":
         raise ConfigError(
-            "parallel.strategy = auto predicts the memory of a run from its configuration (whimbrel train): choose ddp "
-            "or fsdp for a model from Python"
+            "parallel.strategy = auto needs a run config (whimbrel train, Trainer.from_config), got a model: choose "
+            "ddp or fsdp"
         )
     strategy = config.strategy or "ddp"
     sizes = {name: getattr(config, name) for name in SIZES}

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: ranks run consecutive layers, and the micro-batches of a step flow through them.
+"""Pipeline parallelism: each rank runs a stage of consecutive layers, and the micro-batches of a step flow through.
 
 The schedules are those of torch.distributed.pipelining; a step's micro-batches are its gradient accumulation. With
-"interleaved" and "zero-bubble" every rank runs two stages, which shortens the time ranks wait for each other.
+"interleaved" and "zero-bubble" every rank runs two stages, which shrinks the pipeline bubble.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = [
     "PipelineModel",
     "check_micro_batches",
     "check_stages",
-    "find_ties",
+    "find_tied_parameters",
     "min_micro_batches",
-    "release_other_stages",
+    "move_other_stages_to_meta",
     "split_layers",
     "stage_indices",
 ]
@@ -48,11 +48,11 @@ MAX_SCHEDULES = 8
 SMALL_VOCAB = 64
 """Vocabulary of the copy of a model that `check_stages` compares."""
 Tie = list[tuple[nn.Module, str]]
-"""The places of one shared parameter: modules and attributes."""
+"""Where one tied parameter occurs: (module, attribute name) pairs."""
 
 
 def stage_indices(schedule: PipelineSchedule, rank: int, ranks: int) -> list[int]:
-    """The stages of one rank: its own, or two; "zero-bubble" places them in a V, so that rank 0 has first and last."""
+    """The stage indices of one rank; "zero-bubble" places two in a V, so that rank 0 has the first and the last."""
     if schedule == "interleaved":
         return [rank, rank + ranks]
     if schedule == "zero-bubble":
@@ -67,19 +67,19 @@ def min_micro_batches(schedule: PipelineSchedule, ranks: int) -> int:
 
 def check_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> None:
     """Raise if a schedule cannot run that number of micro-batches."""
-    needed = min_micro_batches(schedule, ranks)
-    if micro_batches < needed or (schedule == "interleaved" and micro_batches % ranks):
-        multiple = ", a multiple of it" if schedule == "interleaved" else ""
+    minimum = min_micro_batches(schedule, ranks)
+    if micro_batches < minimum or (schedule == "interleaved" and micro_batches % ranks):
+        needed = f"a multiple of {minimum}" if schedule == "interleaved" else f"at least {minimum}"
         raise ConfigError(
-            f"parallel.pipeline_schedule = {schedule} with pp = {ranks} needs at least {needed} micro-batches a "
-            f"step{multiple}, got {micro_batches}: set train.accumulation (gradient_accumulation_steps), or use gpipe"
+            f"parallel.pipeline_schedule = {schedule} with pp = {ranks} needs {needed} micro-batches a "
+            f"step, got {micro_batches}: set train.accumulation (gradient_accumulation_steps), or use gpipe"
         )
 
 
 def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Consecutive layers for each stage so that the most expensive stage is as cheap as possible.
+    """Split the layers into consecutive stages so that the most expensive stage is as cheap as possible.
 
-    `costs` of the layers; `first` and `last` are those of the embedding and the head.
+    `costs` are those of the layers, `first` and `last` those of the embedding and the head.
     """
     if stages > len(costs):
         raise ConfigError(f"expected at most {len(costs)} pipeline stages, one per layer, got {stages}: lower pp")
@@ -191,7 +191,7 @@ def _difference(model: nn.Module, ranges: Sequence[range]) -> str | None:
     """How a model and its stages differ."""
     stages = [CausalLMStage(model, layers) for layers in ranges]
     owners = Counter(parameter for stage in stages for parameter in stage.parameters())
-    tied = {getattr(*place) for tie in find_ties(model) for place in tie}
+    tied = {getattr(*place) for tie in find_tied_parameters(model) for place in tie}
     for name, parameter in model.named_parameters():
         if owners[parameter] != 1 and parameter not in tied:
             return f"{name} is in {owners[parameter]} stages"
@@ -238,7 +238,7 @@ def _head_name(model: Any) -> str:
 
 
 def _copy_path(model: nn.Module, path: str) -> tuple[nn.Module, nn.Module]:
-    """A copy of the modules on a path, which shares all others with `model`; returns it and the last but one."""
+    """Copy the modules along a path and share all others; returns the root and the parent of the last module."""
     root = module = parent = _copy_module(model)
     for name in path.split("."):
         parent, child = module, _copy_module(getattr(module, name))
@@ -286,7 +286,7 @@ class _Skipped(nn.Module):
         return x if x.ndim > 2 else x.new_zeros((*x.shape, 1), dtype=torch.get_default_dtype())
 
 
-class StageOutput(NamedTuple):
+class PipelineOutput(NamedTuple):
     """The output of a pipeline."""
 
     loss: Tensor
@@ -295,7 +295,7 @@ class StageOutput(NamedTuple):
 class PipelineModel(nn.Module):
     """The stages of this rank and their schedule, around the complete model.
 
-    Parameters of `module` that other ranks have are on the meta device: names and shapes are those of one process.
+    Parameters of other ranks are meta tensors in `module`: names and shapes are those of the full model.
     Stages are modules that take `(x, *, targets, ...)`; the last one returns the summed loss, with shape (1,). All
     ranks of a pipeline get the same batches, and the same loss. Gradients are averaged over the group `replicas`.
     """
@@ -315,7 +315,7 @@ class PipelineModel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self._replicas = module, replicas
-        # In a tuple, because their parameters are those of `module`.
+        # A tuple, so that parameters are not registered a second time: they are those of `module`.
         self.stages, self.micro_batches, self._schedule, self._device = tuple(stages), micro_batches, schedule, device
         self._group = mesh["pp"].get_group()
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -331,7 +331,7 @@ class PipelineModel(nn.Module):
         self._tied_group = _tied_group(mesh, timeout) if ties and schedule != "zero-bubble" else None
         if self._tied_group is not None and self._has_last:
             for parameter in self._tied:
-                parameter.is_copy = True  # type: ignore[attr-defined] # of the first stage's: it counts once in a norm
+                parameter.is_copy = True  # type: ignore[attr-defined] # tied: counted once in the norm
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the stages too."""
@@ -340,7 +340,7 @@ class PipelineModel(nn.Module):
         return super().train(mode)
 
     def forward_backward(self, micro_batches: Sequence[Mapping[str, Any]], num_items: Tensor) -> Tensor:
-        """The sum of the losses of all targets, divided by `num_items`; adds its gradient to those of the parameters.
+        """Run forward and backward for all micro-batches; returns the summed loss divided by `num_items`.
 
         A micro-batch has `input_ids`, `targets` (shifted already) and, optionally, `documents` or `attention_mask`. All
         are padded to the size of the largest, and their number to that of the schedule, with ignored targets.
@@ -368,12 +368,12 @@ class PipelineModel(nn.Module):
         num_items_in_batch: Tensor | float | None = None,
         return_logits: bool | None = None,
         **inputs: Any,
-    ) -> StageOutput:
+    ) -> PipelineOutput:
         """The loss of `labels` or `targets`, for an evaluation."""
         if return_logits or (labels is None and targets is None):
             raise ConfigError("a pipeline computes losses but no logits: predict and compute metrics with pp = 1")
         if torch.is_grad_enabled():
-            raise ConfigError("a pipeline runs forward and backward passes together: override neither, or set pp = 1")
+            raise ConfigError("a pipeline cannot run forward alone with gradients: use torch.no_grad(), or set pp = 1")
         if targets is None:
             assert labels is not None
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -386,7 +386,7 @@ class PipelineModel(nn.Module):
         for values in zip(*parts.values(), strict=True):
             loss += self._forward_only(**dict(zip(parts, values, strict=True)))
         dist.all_reduce(loss, group=self._group)
-        return StageOutput(loss / num_items_in_batch)
+        return PipelineOutput(loss / num_items_in_batch)
 
     def _forward_backward(self, micro_batches: Sequence[Mapping[str, Any]], num_items: Tensor) -> Tensor:
         batch = _pad(micro_batches, self.micro_batches)
@@ -454,7 +454,7 @@ class PipelineModel(nn.Module):
         return output.sum() / self._num_items
 
 
-def release_other_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+def move_other_stages_to_meta(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     """Replace parameters of `model` that none of this rank's stages has with meta tensors."""
     own = {id(parameter) for stage in stages for parameter in stage.parameters()}
     others: dict[nn.Parameter, nn.Parameter] = {}
@@ -466,7 +466,7 @@ def release_other_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
                 setattr(module, name, others[parameter])
 
 
-def find_ties(model: nn.Module) -> list[Tie]:
+def find_tied_parameters(model: nn.Module) -> list[Tie]:
     """The shared parameters of a model: embedding and head, if they are tied."""
     places: dict[nn.Parameter, Tie] = {}
     for module in model.modules():
@@ -506,7 +506,7 @@ def _pad(micro_batches: Sequence[Mapping[str, Any]], count: int) -> dict[str, Te
     rows, tokens = (max(batch["input_ids"].shape[dim] for batch in micro_batches) for dim in (0, 1))
     padded: dict[str, Tensor] = {}
     for name in (name for name in known if any(name in batch for batch in micro_batches)):
-        # The padding of the mask is visible: it comes after all tokens, and its targets are ignored.
+        # Padding may be attended to: it follows all tokens, and its targets are ignored.
         fill = {"targets": IGNORED, "attention_mask": 1}.get(name, 0)
         like = next(batch[name] for batch in micro_batches if name in batch)
         padded[name] = like.new_full((count, rows, tokens), fill)

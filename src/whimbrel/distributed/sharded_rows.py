@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from whimbrel.base.errors import OptimizerError, ParallelError
-from whimbrel.distributed.state import copy_full_, full_tensor, is_sharded
+from whimbrel.distributed.state import copy_full_, full_tensor, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Ranks",
     "Replicas",
-    "Shard",
+    "RowSharding",
     "all_ranks_true",
     "are_replicated",
     "average_",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-class Shard:
+class RowSharding:
     """How the first dimension (of `size`) of a parameter is split over ranks.
 
     Each rank owns `per_rank` indices; this rank's begin at `start`. Trailing ranks may own fewer, or none.
@@ -105,18 +105,18 @@ class Replicas(NamedTuple):
     group: dist.ProcessGroup
 
 
-def shard_of(parameter: Tensor) -> Shard | None:
+def shard_of(parameter: Tensor) -> RowSharding | None:
     """The sharding of a parameter; None for a regular tensor."""
-    return Shard(parameter) if is_sharded(parameter) else None
+    return RowSharding(parameter) if is_dtensor(parameter) else None
 
 
-Ranks: TypeAlias = Shard | Replicas | None
+Ranks: TypeAlias = RowSharding | Replicas | None
 """The ranks that compute a gradient together; None: this process alone."""
 
 
 def copy_(target: Tensor, source: Tensor) -> None:
     """Copy between tensors of one global shape, either of them a DTensor or not."""
-    if is_sharded(target) == is_sharded(source):
+    if is_dtensor(target) == is_dtensor(source):
         target.copy_(source)
     else:
         copy_full_(target, full_tensor(source))
@@ -124,14 +124,14 @@ def copy_(target: Tensor, source: Tensor) -> None:
 
 def randn(size: Sequence[int], generator: torch.Generator, device: torch.device, ranks: Ranks = None) -> Tensor:
     """Standard normal fp32 samples; with a shard, this rank's slice of what a single process would sample."""
-    if not isinstance(ranks, Shard):
+    if not isinstance(ranks, RowSharding):
         return torch.randn(tuple(size), generator=generator, device=device, dtype=torch.float32)
     return ranks.local_part(randn(ranks.full_shape(size), generator, device), size[0])
 
 
 def sum_rows(tensor: Tensor, ranks: Ranks) -> Tensor:
     """All-reduce per-rank sums over rows; a stack is sharded by complete matrices, so it is returned unchanged."""
-    return _all_reduce(tensor, ranks) if isinstance(ranks, Shard) and not ranks.stacked else tensor
+    return _all_reduce(tensor, ranks) if isinstance(ranks, RowSharding) and not ranks.stacked else tensor
 
 
 def grad_times(grad: Tensor, matrix: Tensor, ranks: Ranks) -> Tensor:
@@ -146,21 +146,21 @@ def grad_transposed_times(grad: Tensor, matrix: Tensor, ranks: Ranks) -> Tensor:
     return _mean(product, ranks) if isinstance(ranks, Replicas) else sum_rows(product, ranks)
 
 
-def mean_over_stack(values: Tensor, shard: Shard | None) -> Tensor:
+def mean_over_stack(values: Tensor, shard: RowSharding | None) -> Tensor:
     """The mean of one value per matrix over all matrices of a stack; for a single matrix, its value."""
     if shard is None or not shard.stacked:
         return values.float().mean()
     return _all_reduce(values.float().sum(), shard) / shard.size
 
 
-def gather_rows(tensor: Tensor, shard: Shard | None) -> Tensor:
+def gather_rows(tensor: Tensor, shard: RowSharding | None) -> Tensor:
     """All-gather the rows of a matrix on every rank; a stack is returned unchanged."""
     if shard is None or shard.stacked:
         return tensor
     return full_tensor(shard.wrap(tensor))
 
 
-def all_ranks_true(local: Tensor, shards: Iterable[Shard | None]) -> bool:
+def all_ranks_true(local: Tensor, shards: Iterable[RowSharding | None]) -> bool:
     """Whether `local` is true on every rank that shards these parameters; all ranks get the same result."""
     num_false = (~local).float()
     for shard in {shard.group: shard for shard in shards if shard is not None}.values():
@@ -168,7 +168,7 @@ def all_ranks_true(local: Tensor, shards: Iterable[Shard | None]) -> bool:
     return not bool(num_false)
 
 
-def sum_over_ranks(values: Iterable[tuple[Tensor, Shard | None]]) -> Tensor:
+def sum_over_ranks(values: Iterable[tuple[Tensor, RowSharding | None]]) -> Tensor:
     """Sum values that were computed from local shards, over all shards and all parameters; 0 without values."""
     by_group: dict[Any, list[Tensor]] = {}
     shards = {}
@@ -188,7 +188,7 @@ def sum_over_ranks(values: Iterable[tuple[Tensor, Shard | None]]) -> Tensor:
     ).sum()
 
 
-def _all_reduce(tensor: Tensor, ranks: Shard | Replicas) -> Tensor:
+def _all_reduce(tensor: Tensor, ranks: RowSharding | Replicas) -> Tensor:
     total = tensor.contiguous()
     dist.all_reduce(total, group=ranks.group)
     return total
@@ -201,7 +201,7 @@ def _mean(tensor: Tensor, replicas: Replicas) -> Tensor:
 def are_replicated(params: Iterable[Tensor]) -> bool:
     """Whether other ranks may have copies of some of these parameters."""
     multiple_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return multiple_ranks and not all(is_sharded(parameter) for parameter in params)
+    return multiple_ranks and not all(is_dtensor(parameter) for parameter in params)
 
 
 def average_(tensors: Sequence[Tensor], present: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
@@ -246,7 +246,7 @@ def _digests(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         for name, parameter in zip(names, group["params"], strict=True):
             owner = f"of {name}" if isinstance(name, str) else f"of parameter {name} of group {group_index}"
             for kind, tensor in {"weight": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
-                if isinstance(tensor, Tensor) and not is_sharded(tensor):
+                if isinstance(tensor, Tensor) and not is_dtensor(tensor):
                     digests[f"{kind} {owner}"] = _digest(tensor)
     return digests
 

@@ -1,4 +1,4 @@
-"""Complete tensors from the parts that ranks hold, and back: for checkpoints that any other layout can load."""
+"""Gather full tensors from shards and shard them again, so that checkpoints do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Part",
+    "canonical_names",
     "copy_full_",
-    "first_names",
     "full_state",
     "full_tensor",
-    "gathered_state",
-    "has_parts",
-    "is_sharded",
+    "is_distributed_model",
+    "is_dtensor",
+    "lazy_gather_state",
     "load_full_",
     "local_part",
     "shard_like",
@@ -64,8 +64,8 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """A tensor of which ranks have parts. All ranks call `gather`, in the same order for several tensors."""
+class LazyGather:
+    """A tensor to be gathered later. `gather` is collective: all ranks call it, for all tensors in the same order."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -91,21 +91,21 @@ class Reordered(NamedTuple):
     order: Tensor
 
 
-def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
     return hasattr(tensor, "placements")
 
 
 def to_local(tensor: Tensor) -> Tensor:
     """The part of a DTensor on this rank; any other tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_part(tensor: Any) -> Part:
     """This rank's part of a DTensor; a regular tensor is complete."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return Part(tensor, (0,) * tensor.ndim, is_writer=True)
     mesh, placements = tensor.device_mesh, tensor.placements
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
@@ -115,7 +115,7 @@ def local_part(tensor: Any) -> Part:
     return Part(tensor.to_local(), tuple(offset), not any(copies))
 
 
-def sharded_like(target: Any, local: Tensor) -> Tensor:
+def from_local_like(target: Any, local: Tensor) -> Tensor:
     """A DTensor with this rank's part `local`, sharded like `target`."""
     from torch.distributed.tensor import DTensor
 
@@ -125,7 +125,7 @@ def sharded_like(target: Any, local: Tensor) -> Tensor:
 
 def full_tensor(tensor: Any, order: Tensor | None = None) -> Tensor:
     """The complete tensor, on all ranks; `order` is that of its rows (see `row_orders`)."""
-    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     if order is not None:
         restored = torch.empty_like(full)
         restored[order.to(full.device)] = full
@@ -139,7 +139,7 @@ def copy_full_(target: Tensor, full: Tensor, order: Tensor | None = None) -> Non
         return  # another pipeline stage has it
     if order is not None:
         full = full[order.to(full.device)]
-    if is_sharded(target):
+    if is_dtensor(target):
         part = local_part(target)
         index = tuple(slice(start, start + size) for start, size in zip(part.offset, part.local.shape, strict=True))
         part.local.copy_(full[index])
@@ -154,37 +154,37 @@ def shard_like(parameter: Any, full: Tensor) -> Tensor:
     return sharded
 
 
-def has_parts(model: nn.Module) -> bool:
+def is_distributed_model(model: nn.Module) -> bool:
     """Whether other ranks have parts of the model: shards, or pipeline stages."""
-    return any(is_sharded(parameter) or parameter.is_meta for parameter in model.parameters())
+    return any(is_dtensor(parameter) or parameter.is_meta for parameter in model.parameters())
 
 
-def gathered_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor | Gathered]:
-    """A state of which other ranks have parts, with tensors to be gathered to rank 0; shared ones are one object.
+def lazy_gather_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor | LazyGather]:
+    """`state` with each tensor replaced by a `LazyGather`, to be gathered to rank 0 later; tied tensors share one.
 
-    Those of other pipeline stages are meta tensors in `state`. A state without parts is returned unchanged.
+    Tensors of other pipeline stages are meta tensors in `state`. A state that is not sharded is returned unchanged.
     """
-    if not any(is_sharded(tensor) or tensor.is_meta for tensor in state.values()):
+    if not any(is_dtensor(tensor) or tensor.is_meta for tensor in state.values()):
         return dict(state)
-    orders, names, found = row_orders(model), first_names(model), dict[str, Tensor | Gathered]()
+    orders, names, found = row_orders(model), canonical_names(model), dict[str, Tensor | LazyGather]()
     has_stages = any(tensor.is_meta for tensor in state.values())
     owned = [name for name, tensor in state.items() if not tensor.is_meta]
     sources = cache(partial(_first_owners, owned)) if has_stages else dict[str, int]
     for name, tensor in state.items():
         gather = partial(_gather, name, tensor, orders.get(name), sources)
-        new = Gathered(tensor.shape, tensor.dtype, tensor.is_cuda, gather)
+        new = LazyGather(tensor.shape, tensor.dtype, tensor.is_cuda, gather)
         found[name] = found.get(names.get(name, name), new)
     return found
 
 
-def full_state(state: Mapping[str, Tensor | Gathered]) -> dict[str, Tensor]:
+def full_state(state: Mapping[str, Tensor | LazyGather]) -> dict[str, Tensor]:
     """Gather the tensors of a state one by one to the host memory of rank 0; other ranks get nothing."""
-    if not any(isinstance(tensor, Gathered) for tensor in state.values()):
+    if not any(isinstance(tensor, LazyGather) for tensor in state.values()):
         return dict(state)  # type: ignore[arg-type]
     is_main, gathered = dist.get_rank() == 0, dict[int, Any]()
     for tensor in state.values():
         if id(tensor) not in gathered:
-            full = tensor.gather() if isinstance(tensor, Gathered) else tensor
+            full = tensor.gather() if isinstance(tensor, LazyGather) else tensor
             gathered[id(tensor)] = full.cpu() if is_main and full is not None else None
     return {name: gathered[id(tensor)] for name, tensor in state.items()} if is_main else {}
 
@@ -216,8 +216,8 @@ def load_full_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             copy_full_(current[name], full, orders.get(name))
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter, by all its names: a tied parameter has several."""
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Map every parameter name to the first name of that parameter; a tied parameter has several."""
     first: dict[nn.Parameter, str] = {}
     return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
 

@@ -1,4 +1,4 @@
-"""Data parallelism: DDP for replicas, FSDP2 for shards, and gradients that span several ranks.
+"""Data parallelism with DDP and FSDP2; norm and clipping of gradients that are sharded over ranks.
 
 The loss of an optimizer step is one mean over all targets of all ranks and micro-batches. DDP and FSDP2 average
 gradients over ranks, so each rank divides its loss by (targets of all ranks) / (number of ranks).
@@ -19,7 +19,7 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.activation_checkpoint import find_blocks
 from whimbrel.distributed.deferred_init import digests
 from whimbrel.distributed.layout import ParallelConfig
-from whimbrel.distributed.state import is_sharded, to_local
+from whimbrel.distributed.state import is_dtensor, to_local
 from whimbrel.distributed.world import World
 
 __all__ = [
@@ -28,12 +28,12 @@ __all__ = [
     "gradient_norm",
     "gradient_sync",
     "norms",
-    "reduces_itself",
+    "pipeline_averages_gradients",
     "reshard_",
     "shard_or_replicate",
-    "shards",
     "splits",
     "unwrap",
+    "uses_fsdp",
 ]
 
 WRAPPERS = ("DistributedDataParallel", "PipelineModel")
@@ -51,7 +51,7 @@ def check_same_weights(model: nn.Module, world: World) -> None:
         if not parameter.is_meta:
             values = getattr(parameter, "codes", parameter).detach().flatten()  # codes of quantized weights
             samples[name] = values[:: max(1, len(values) // COMPARED_VALUES)].double().nan_to_num().tolist()
-    found = world.gather(samples)
+    found = world.all_gather_object(samples)
     for rank, other in enumerate(found):
         for name in (name for name in found[0] | other if other.get(name) != found[0].get(name)):
             raise ConfigError(
@@ -65,12 +65,12 @@ def shard_or_replicate(
 ) -> nn.Module:
     """Apply FSDP2 in place, or wrap the model in DDP; a model of one process is returned as it is.
 
-    `average_gradients`: False if the optimizer averages the gradients of replicas, so that they need no DDP.
+    Pass `average_gradients=False` if the optimizer averages gradients itself: DDP is then not applied.
     """
     layout = world.layout
-    if world.mesh is None or config.strategy == "diloco" or reduces_itself(world, config):
+    if world.mesh is None or config.strategy == "diloco" or pipeline_averages_gradients(world, config):
         return model
-    if shards(world, config):
+    if uses_fsdp(world, config):
         _fully_shard(model, world, config)
         return model
     if not average_gradients or (layout.dp_replicate == 1 and (config.strategy != "ddp" or layout.world_size > 1)):
@@ -90,16 +90,16 @@ def shard_or_replicate(
         gradient_as_bucket_view=True,
     )  # fmt: skip
     if layout.dp_replicate > 2:
-        _fix_buckets(replica)
+        _rebuild_buckets(replica)
     return replica
 
 
-def _fix_buckets(replica: Any) -> None:
-    """Run a backward pass without a model, whose gradients arrive in reverse order of the parameters.
+def _rebuild_buckets(replica: Any) -> None:
+    """Make DDP rebuild its buckets now, with a dummy backward pass.
 
-    After its first backward pass, DDP puts gradients in other buckets, in the order in which they arrived. The place in
-    a bucket determines in which order the gradients of three or more ranks are added, so the first step of a resumed
-    run would round differently than the same step of the unbroken run.
+    DDP rebuilds them after the first backward pass, in the order in which gradients arrived. With three or more ranks,
+    the position in a bucket determines the order of summation, so the first step of a resumed run would round
+    differently from the same step of an uninterrupted run.
     """
     replica.reducer.prepare_for_backward([])
     parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
@@ -111,8 +111,8 @@ def _fix_buckets(replica: Any) -> None:
         parameter.grad = None
 
 
-def shards(world: World, config: ParallelConfig) -> bool:
-    """Whether parameters are sharded with FSDP2, which also replicates those that tensor parallelism splits."""
+def uses_fsdp(world: World, config: ParallelConfig) -> bool:
+    """Whether to apply FSDP2: to shard, or to replicate a tensor-parallel model."""
     layout = world.layout
     is_fsdp = layout.dp_shard > 1 or config.strategy in ("fsdp", "hsdp")
     return world.mesh is not None and (is_fsdp or (layout.pp == 1 and layout.tp > 1 and layout.dp_replicate > 1))
@@ -120,12 +120,12 @@ def shards(world: World, config: ParallelConfig) -> bool:
 
 def splits(world: World, config: ParallelConfig) -> bool:
     """Whether ranks have different parts of the model: shards, parts of layers, or stages."""
-    return shards(world, config) or world.layout.tp > 1 or world.layout.pp > 1
+    return uses_fsdp(world, config) or world.layout.tp > 1 or world.layout.pp > 1
 
 
-def reduces_itself(world: World, config: ParallelConfig) -> bool:
+def pipeline_averages_gradients(world: World, config: ParallelConfig) -> bool:
     """Whether a pipeline averages gradients over replicas itself: DDP cannot reduce two stages of one rank."""
-    return world.layout.pp > 1 and not shards(world, config)
+    return world.layout.pp > 1 and not uses_fsdp(world, config)
 
 
 def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None:
@@ -172,11 +172,11 @@ def gradient_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[Non
 
 
 def gradient_norm(parameters: Iterable[Tensor], world: World) -> Tensor:
-    """The norm of all gradients together, over all shards and pipeline stages; those of copies count once."""
+    """The global gradient norm over all shards and pipeline stages; a tied parameter counts once."""
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         if (grad := parameter.grad) is not None and not hasattr(parameter, "is_copy"):
-            placement = (grad.device_mesh, grad.placements) if is_sharded(grad) else None
+            placement = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
             groups.setdefault(placement, []).append(grad)
     if groups.keys() <= {None} and world.layout.pp == 1:
         return nn.utils.get_total_norm(groups.get(None, []))
@@ -199,7 +199,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     values = list(torch._foreach_norm([to_local(tensor) for tensor in tensors]))
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if is_sharded(tensor):
+        if is_dtensor(tensor):
             groups.setdefault((tensor.device_mesh, tensor.placements), []).append(index)
     for placement, indices in groups.items():
         squares = torch.stack([values[index].float().square() for index in indices])
@@ -220,7 +220,7 @@ def reshard_(model: nn.Module) -> None:
 
 def clip_gradients_(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients, whose norm is `norm`, so that it is at most `max_norm`."""
-    if not any(is_sharded(parameter) for parameter in parameters):
+    if not any(is_dtensor(parameter) for parameter in parameters):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -5,7 +5,7 @@ A model lists its layers in `tp_plan`, as models of transformers do: module name
 layer. Embeddings, norms and the head stay complete on every rank, even if the plan splits them.
 
 A fused linear (Q, K and V, or gate and up, in one weight) is "colwise" too, but every rank needs its part of each of
-the fused matrices. Its rows are therefore reordered before they are split, and `full_parameter` restores the order.
+the fused matrices. Its rows are therefore permuted before they are split; `state.full_tensor` undoes the permutation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     modules = {name: style for name, _ in model.named_modules() if (style := _style_of(name, plan)) is not None}
     if not modules:
-        raise ConfigError(f"{type(model).__name__} has no tensor-parallel plan: set parallel.tp = 1, use fsdp instead")
+        raise ConfigError(f"expected a model with a tp_plan for parallel.tp, got {type(model).__name__}: use fsdp")
     _check_heads(model, size)
     styles: dict[str, ParallelStyle] = {}
     for name, style in modules.items():
@@ -58,7 +58,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def row_order(rows: tuple[int, ...], size: int) -> Tensor:
-    """Indices of the rows of fused matrices (with `rows` rows each) so that `size` equal parts hold a part of each."""
+    """A permutation of the rows of fused matrices (`rows` of each) that gives each of `size` chunks a part of each."""
     parts = [part.chunk(size) for part in torch.arange(sum(rows)).split(rows)]
     return torch.cat([part[rank] for rank in range(size) for part in parts])
 

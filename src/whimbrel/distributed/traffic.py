@@ -107,7 +107,7 @@ def _delta_fraction(work: Workload, config: ParallelConfig) -> float:
 def step_seconds(workload: Workload, layout: Layout, config: ParallelConfig, network: Network) -> float:
     """The time of a step: data parallelism communicates during computation, tensor and pipeline parallelism do not.
 
-    A dimension whose ranks fit on one machine, next to those of faster dimensions, uses its bandwidth.
+    A dimension uses the bandwidth within a node if its ranks fit on one, together with those of inner dimensions.
     """
     neighbors, seconds, counts = 1, dict[str, float](), _collectives(workload, layout, config)
     for name, sent in reversed(traffic(workload, layout, config).items()):

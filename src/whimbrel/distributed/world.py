@@ -33,11 +33,11 @@ T = TypeVar("T")
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Set by torchrun for every process."""
 START_SECONDS = 120.0
-"""Processes may start this far apart, also with a shorter `parallel.timeout`."""
+"""Minimum rendezvous timeout: processes may start this far apart, even if `parallel.timeout` is shorter."""
 
 
 class World:
-    """This process and its peers. A single process is rank 0 of 1 and communicates with nobody."""
+    """This process and its peers. In a single process (rank 0 of 1), all collectives are no-ops."""
 
     def __init__(
         self,
@@ -79,20 +79,20 @@ class World:
         replicated = self.layout.dp_replicate > 1 and self.layout.dp_shard == self.layout.tp == 1
         return self.dp_group if replicated and not self.independent else None
 
-    def sum_over_data(self, value: Tensor) -> Tensor:
+    def all_reduce_dp(self, value: Tensor) -> Tensor:
         """Sum over the ranks that read different data."""
         if self.dp_group is not None and self.dp_size > 1:
             value = value.clone()
             dist.all_reduce(value, group=self.dp_group)
         return value
 
-    def items_per_rank(self, count: Tensor) -> Tensor:
-        """What each rank divides its loss by, so that the mean gradient of ranks is that of the global batch."""
+    def loss_divisor(self, count: Tensor) -> Tensor:
+        """The divisor of each rank's loss that makes the averaged gradient that of the global batch."""
         if self.dp_size == 1 or self.independent:
             return count.clamp(min=1)
-        return self.sum_over_data(count).clamp(min=1) / self.dp_size
+        return self.all_reduce_dp(count).clamp(min=1) / self.dp_size
 
-    def sum_on_host(self, value: int) -> int:
+    def all_reduce_dp_int(self, value: int) -> int:
         """Sum a number over the ranks that read different data."""
         if self.dp_size == 1:
             return value
@@ -100,8 +100,8 @@ class World:
         dist.all_reduce(total, group=self.dp_group)
         return int(total)
 
-    def in_background(self) -> World:
-        """These processes with another gloo group, for one thread that communicates while training does."""
+    def with_own_group(self) -> World:
+        """The same ranks with their own gloo group, for a background thread that communicates during training."""
         world = copy.copy(self)
         if self.size > 1:
             assert dist.group.WORLD is not None
@@ -114,7 +114,7 @@ class World:
             return {}
         return {name: self.mesh.get_group(name) for name in SIZES} | {"dp": self.dp_group}
 
-    def gather_over_data(self, value: T) -> list[T]:
+    def all_gather_dp(self, value: T) -> list[T]:
         """The values of the ranks that read different data, in order, on every rank."""
         if self.dp_size == 1:
             return [value]
@@ -131,7 +131,7 @@ class World:
         result: T = values[0]
         return result
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """The values of all ranks, in order, on every rank."""
         if self.size == 1:
             return [value]
@@ -151,7 +151,7 @@ class World:
             value = action()
         except Exception as error:
             cause = error
-        outcomes = self.gather((value, None if cause is None else _portable(cause)))
+        outcomes = self.all_gather_object((value, None if cause is None else _portable(cause)))
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
                 error_class, message = failed
@@ -160,7 +160,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.gather(None)
+        self.all_gather_object(None)
 
     def agree(self, flags: Sequence[bool], number: int) -> tuple[list[bool], int]:
         """The flags of rank 0, and the largest number of any rank."""
@@ -171,7 +171,7 @@ class World:
         *agreed, number = mine.tolist()
         return [bool(flag) for flag in agreed], number
 
-    def on_main(self, action: Callable[[], T]) -> T:
+    def run_on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result on every rank. If it raises, every rank raises an error."""
         outcome: tuple[Any, Any] = (None, None)
         if self.is_main:
@@ -212,7 +212,7 @@ def launched_processes() -> int:
 
 
 def join_world(config: ParallelConfig, device_type: str) -> World:
-    """Join the processes that torchrun or `--nproc` started; they are left when this process exits.
+    """Initialize torch.distributed for the processes that torchrun or `--nproc` started; destroyed at exit.
 
     Without `[parallel]` settings and other processes, nothing is initialized.
     """

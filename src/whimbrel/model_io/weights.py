@@ -19,7 +19,7 @@ from whimbrel.base.errors import CheckpointError, ConfigError, PrecisionError
 from whimbrel.base.files import parse_json
 from whimbrel.checkpoint import write_tensors
 from whimbrel.config import not_one_of
-from whimbrel.distributed.state import is_sharded, local_part, row_orders
+from whimbrel.distributed.state import is_dtensor, local_part, row_orders
 from whimbrel.models.families import TensorMapping
 from whimbrel.precision import FORMATS, RECIPES, QuantizedWeight, Recipe, WeightFormat, with_embeddings
 
@@ -318,7 +318,7 @@ def load_tensors(
 ) -> None:
     """Copy stored tensors into parameters, quantizing or dequantizing where the two differ."""
     parameters = dict(model.named_parameters())
-    if any(map(is_sharded, parameters.values())):
+    if any(map(is_dtensor, parameters.values())):
         _load_sharded(model, files, matches)
         return
     for mapping, name, quantized in matches:

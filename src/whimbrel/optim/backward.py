@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.distributed.sharded_rows import Replicas, are_replicated, average_, sum_over_ranks
-from whimbrel.distributed.state import is_sharded
+from whimbrel.distributed.state import is_dtensor
 from whimbrel.optim.base import check_integer, run_eagerly
 from whimbrel.optim.lowrank import LowRankOptimizer
 from whimbrel.optim.param_state import FIRST_REFRESH_STEPS, ParamLayout, planned_refreshes
@@ -376,7 +376,7 @@ class ProjectInBackward(OptimizerInBackward):
         """Discard gradients and projections."""
         self.optimizer.zero_grad(set_to_none)
         self.optimizer.projected.clear()
-        self.optimizer.unreduced.clear()
+        self.optimizer.warm_projected.clear()
         self._clear()
 
     @run_eagerly
@@ -388,12 +388,12 @@ class ProjectInBackward(OptimizerInBackward):
         squares = []
         for p in self._all_params():
             param = self.optimizer.layout_of(p)
-            low_rank_grad = self.optimizer.projected.get(p, self.optimizer.unreduced.get(p))
+            low_rank_grad = self.optimizer.projected.get(p, self.optimizer.warm_projected.get(p))
             if low_rank_grad is not None:
                 squares.append(
                     (self._squares[p] if p in self._squares else self._estimate(p, low_rank_grad), param.shard)
                 )
-            if p.grad is not None and p not in self.optimizer.unreduced:
+            if p.grad is not None and p not in self.optimizer.warm_projected:
                 square = torch.linalg.vector_norm(param.local(p.grad), dtype=torch.float32).square()
                 squares.append((square, param.shard))
         return sum_over_ranks(squares).sqrt()
@@ -405,7 +405,7 @@ class ProjectInBackward(OptimizerInBackward):
         self._collect_grads()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         grads = [self.optimizer.layout_of(p).local(p.grad) for p in self._all_params() if p.grad is not None]
-        for tensor in (*grads, *self.optimizer.projected.values(), *self.optimizer.unreduced.values()):
+        for tensor in (*grads, *self.optimizer.projected.values(), *self.optimizer.warm_projected.values()):
             tensor.mul_(scale.to(tensor.device, tensor.dtype))
 
     def reset(self) -> None:
@@ -540,7 +540,7 @@ class ProjectInBackward(OptimizerInBackward):
             return
         self._averaged = True
         params = [p for p in self._all_params() if p.requires_grad]
-        projected, unreduced = self.optimizer.projected, self.optimizer.unreduced
+        projected, warm_projected = self.optimizer.projected, self.optimizer.warm_projected
         low_rank = {p for p in self._projected_params if not self.optimizer.is_refresh_due(p)}
         present = [(projected.get(p) if p in low_rank else p.grad) is not None for p in params]
         for p in [p for p, is_present in zip(params, present, strict=True) if not is_present]:
@@ -551,13 +551,13 @@ class ProjectInBackward(OptimizerInBackward):
                 p.grad = torch.zeros_like(p)
         for p in self._projected_params:
             if p.grad is not None and self.optimizer.is_warm_refresh_due(p):
-                grad, unreduced[p] = self._low_rank_grad(p, p.grad)
+                grad, warm_projected[p] = self._low_rank_grad(p, p.grad)
                 self._add_sketch(p, grad)
-        means = [projected.get(p, unreduced.get(p, p.grad)) for p in params]
+        means = [projected.get(p, warm_projected.get(p, p.grad)) for p in params]
         present_on_any_rank = average_([mean for mean in means if mean is not None], present, self.process_group)
         for p in [p for p, is_present in zip(params, present_on_any_rank, strict=True) if not is_present]:
             projected.pop(p, None)
-            unreduced.pop(p, None)
+            warm_projected.pop(p, None)
             p.grad = None
 
     def _average_sketches(self) -> None:
@@ -565,7 +565,7 @@ class ProjectInBackward(OptimizerInBackward):
         if self.process_group is None or self._averaged_sketches:
             return
         self._averaged_sketches = True
-        params = [p for p in self._all_params() if p in self.optimizer.projected or p in self.optimizer.unreduced]
+        params = [p for p in self._all_params() if p in self.optimizer.projected or p in self.optimizer.warm_projected]
         for p in params:
             shape = (*self.optimizer.layout_of(p).shape[:-1], SKETCH_SIZE)
             self._sketches[p] = self._sketches.get(p, torch.zeros(shape, device=p.device)).float()
@@ -577,7 +577,7 @@ class ProjectInBackward(OptimizerInBackward):
 
     def _check_ranks(self, params: list[Tensor], model: nn.Module | None) -> None:
         """Raise if ranks would diverge, or average gradients twice."""
-        if any(is_sharded(p) for p in params) and (model is not None or self.process_group is not None):
+        if any(is_dtensor(p) for p in params) and (model is not None or self.process_group is not None):
             name = "process_group" if model is None else "model"
             raise OptimizerError(f"fully_shard computes and averages gradients itself: leave out {name}=")
         if self.process_group is None and are_replicated(params):

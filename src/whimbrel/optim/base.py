@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from whimbrel.base.errors import NoSparseGradientError, OptimizerError
 from whimbrel.config import did_you_mean
-from whimbrel.distributed.sharded_rows import Shard, all_ranks_true, copy_, shard_of
+from whimbrel.distributed.sharded_rows import RowSharding, all_ranks_true, copy_, shard_of
 from whimbrel.distributed.state import to_local
 
 __all__ = ["MAX_GRAD", "BaseOptimizer", "check_integer", "check_numbers", "lr_of", "run_eagerly"]
@@ -189,7 +189,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         """Shapes by name, which must match between a saved state and the state of this optimizer."""
         return {name: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in state.items()}
 
-    def _shards(self) -> Iterable[Shard | None]:
+    def _shards(self) -> Iterable[RowSharding | None]:
         return [shard_of(p) for group in self.param_groups for p in group["params"]]
 
     # The parts of a step; those that look up tensors by parameter run eagerly under torch.compile

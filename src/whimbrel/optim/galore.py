@@ -23,7 +23,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import not_one_of
-from whimbrel.distributed.sharded_rows import Shard, gather_rows, shard_of, sum_rows
+from whimbrel.distributed.sharded_rows import RowSharding, gather_rows, shard_of, sum_rows
 from whimbrel.distributed.state import to_local
 from whimbrel.optim.base import BaseOptimizer, check_integer, check_numbers, run_eagerly
 from whimbrel.optim.rules import adam_update_
@@ -246,7 +246,7 @@ class GaLore(BaseOptimizer):
 
 
 def _project(
-    grad: Tensor, state: dict[str, Tensor], side: str, group: Mapping[str, Any], shard: Shard | None
+    grad: Tensor, state: dict[str, Tensor], side: str, group: Mapping[str, Any], shard: RowSharding | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The projected gradient, U_r and V_r^T (None for the identity), after a refresh if one is due.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import OptimizerError
 from whimbrel.config import did_you_mean, not_one_of
-from whimbrel.distributed.sharded_rows import Replicas, Shard, grad_times
+from whimbrel.distributed.sharded_rows import Replicas, RowSharding, grad_times
 from whimbrel.optim.base import MAX_GRAD, BaseOptimizer, check_numbers, lr_of, run_eagerly
 from whimbrel.optim.param_state import (
     ON_HOST,
@@ -137,7 +137,7 @@ class LowRankOptimizer(BaseOptimizer):
         self.projected: dict[Tensor, Tensor] = {}
         """Projected gradients by parameter, filled by `project_in_backward`; a step consumes them."""
         self.replicas: Replicas | None = None
-        self.unreduced: dict[Tensor, Tensor] = {}
+        self.warm_projected: dict[Tensor, Tensor] = {}
         """Projections onto the old basis, averaged over `replicas`, of parameters that are due for a refresh and whose
         gradients are not averaged; filled by `project_in_backward` too."""
         super().__init__(params, {"lr": lr, **DEFAULTS, **self.preset, **options})
@@ -155,7 +155,7 @@ class LowRankOptimizer(BaseOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.projected, self.unreduced, self.replicas, self._overlaps = {}, {}, None, []
+        self.projected, self.warm_projected, self.replicas, self._overlaps = {}, {}, None, []
         self._params = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -217,7 +217,7 @@ class LowRankOptimizer(BaseOptimizer):
     def _state_signature(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
 
-    def _shards(self) -> list[Shard | None]:
+    def _shards(self) -> list[RowSharding | None]:
         return [param.shard for param in self._params.values()]
 
     def _local_state(self, param: ParamLayout) -> State:
@@ -240,7 +240,7 @@ class LowRankOptimizer(BaseOptimizer):
     @run_eagerly
     def _clear_projected(self) -> None:
         self.projected.clear()
-        self.unreduced.clear()
+        self.warm_projected.clear()
 
     def _with_grad(self, group: Mapping[str, Any]) -> list[Tensor]:
         """The parameters of a group that have a gradient, full or projected."""
@@ -249,7 +249,7 @@ class LowRankOptimizer(BaseOptimizer):
     @run_eagerly
     def _grads(self) -> list[Tensor]:
         params = [p for group in self.param_groups for p in self._with_grad(group)]
-        grads = ((self._params[p], self.projected.get(p, self.unreduced.get(p, p.grad))) for p in params)
+        grads = ((self._params[p], self.projected.get(p, self.warm_projected.get(p, p.grad))) for p in params)
         return [param.local(grad) for param, grad in grads if grad is not None]
 
     @run_eagerly
@@ -306,7 +306,7 @@ class LowRankOptimizer(BaseOptimizer):
             grad = grad.float()
         if "error" in state:
             grad = state["error"].add_(grad)
-        averaged = self.unreduced.get(parameter)
+        averaged = self.warm_projected.get(parameter)
         ranks = param.shard if averaged is None else self.replicas
         if is_refresh_due(state):
             overlap = refresh(param, state, grad, ranks, averaged)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whimbrel.distributed.sharded_rows import Ranks, Shard, grad_times, grad_transposed_times, randn, sum_rows
+from whimbrel.distributed.sharded_rows import Ranks, RowSharding, grad_times, grad_transposed_times, randn, sum_rows
 
 __all__ = [
     "BACK_PROJECTIONS",
@@ -63,7 +63,7 @@ def svd_basis(grad: Tensor, rank: int) -> Tensor:
 
 
 def random_basis(
-    shape: torch.Size, rank: int, generator: torch.Generator, device: torch.device, shard: Shard | None = None
+    shape: torch.Size, rank: int, generator: torch.Generator, device: torch.device, shard: RowSharding | None = None
 ) -> Tensor:
     """Gaussian with variance 1/r (..., n, r), which preserves norms on average (APOLLO)."""
     size = (*shape[:-2], shape[-1], rank)
@@ -176,7 +176,12 @@ class FullUpdate(NamedTuple):
 
 
 def back_project(
-    kind: str, direction: Tensor, low_rank_grad: Tensor, grad: Tensor, prev_norm: Tensor, shard: Shard | None = None
+    kind: str,
+    direction: Tensor,
+    low_rank_grad: Tensor,
+    grad: Tensor,
+    prev_norm: Tensor,
+    shard: RowSharding | None = None,
 ) -> FullUpdate:
     """Turn the direction N that a rule computed for R = G Q into an update of the weight.
 

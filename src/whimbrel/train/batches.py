@@ -24,7 +24,7 @@ from whimbrel.distributed import World
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.train.arguments import argument_name
 from whimbrel.train.config import LoaderConfig
-from whimbrel.train.objectives import Filler
+from whimbrel.train.objectives import DummyBatch
 from whimbrel.train.random_state import seed_host, seeded
 
 __all__ = [
@@ -298,7 +298,7 @@ class DatasetBatches:
         saved, current = state.get("fingerprint"), self._fingerprint
         if saved is not None and current is not None and saved != current:
             raise DataError(f"the examples of this dataset differ from those of the checkpoint: {remedy}")
-        # Before there was a position, batches were counted.
+        # Older checkpoints have a number of batches instead of a position.
         examples = state["position"] if "position" in state else state["taken"] * state["batch_size"]
         position, rest = divmod(int(examples), self._unit)
         if rest:
@@ -491,7 +491,7 @@ class DataLoaderBatches(DatasetBatches):
         """This rank's batch of every `world_size` batches."""
         batches, size = self._seeded_epoch(), self._first_batch or self.world_size
         while group := list(itertools.islice(batches, size)):
-            yield group[self.rank] if self.rank < len(group) else Filler(group[-1])
+            yield group[self.rank] if self.rank < len(group) else DummyBatch(group[-1])
             size = self.world_size
 
     def _seeded_epoch(self) -> Iterator[Any]:
@@ -536,7 +536,7 @@ class MapStyleEpoch(Dataset[Any]):
         # One process with `world_size` times the accumulation would use the same seeds.
         with seeded(derive_seed(self._seed, number * self._world_size + self._rank)):
             batch = self._collate(fetch(indices) if fetch else [self._dataset[index] for index in indices])
-        return batch if share else Filler(batch)
+        return batch if share else DummyBatch(batch)
 
 
 class IterableEpoch(IterableDataset[Any]):
@@ -570,7 +570,7 @@ class IterableEpoch(IterableDataset[Any]):
                 share = _share(global_batch, self._rank, self._world_size)
                 batch = self._collate(share or global_batch[:1])
             digest = _digest(global_batch) if self._world_size > 1 and number == self._first else None
-            yield batch if share else Filler(batch), digest
+            yield batch if share else DummyBatch(batch), digest
 
 
 def has_exact_state(dataset: Any) -> bool:
@@ -625,8 +625,8 @@ def _digest(value: Any) -> str | None:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move the tensors of a batch to the device, asynchronously from pinned memory."""
-    if isinstance(batch, Filler):
-        return Filler(to_device(batch.batch, device))
+    if isinstance(batch, DummyBatch):
+        return DummyBatch(to_device(batch.batch, device))
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -713,7 +713,7 @@ def make_batches(
 
 
 def check_samples_per_step(saved: int | None, batches: Any, accumulation: int) -> None:
-    """Raise ConfigError if a step has other samples than when `saved` were in it: epochs would have other steps."""
+    """Raise ConfigError if a step has other than `saved` samples: an epoch would have another number of steps."""
     if saved is None or not isinstance(batches, DatasetBatches):
         return
     if (samples := batches.samples_per_step(accumulation)) != saved:
@@ -728,7 +728,7 @@ def check_same_data(batches: Any, world: World) -> None:
     """Raise DataError if ranks have different datasets, or the same in different orders, as if they were split."""
     if world.size == 1 or not isinstance(batches, DatasetBatches):
         return
-    found = world.gather(batches.order_identity())
+    found = world.all_gather_object(batches.order_identity())
     for rank, identity in enumerate(found):
         for name in (name for name in identity if identity[name] != found[0][name]):
             values = "" if name == "generators" else f" ({identity[name]} and {found[0][name]})"
@@ -765,7 +765,7 @@ def eval_token_batches(batches: TokenBatches, tokens: int | None) -> Iterator[tu
 
 def token_count(batch: Any) -> int:
     """Number of tokens in a batch; if its inputs are not token ids, the number of examples."""
-    if isinstance(batch, Filler):
+    if isinstance(batch, DummyBatch):
         return 0
     inputs = batch.get("input_ids") if isinstance(batch, Mapping) else batch[0]
     if isinstance(inputs, Tensor) and not inputs.is_floating_point():

@@ -45,14 +45,14 @@ from whimbrel.distributed.pipeline import (
     CausalLMStage,
     check_micro_batches,
     check_stages,
-    find_ties,
+    find_tied_parameters,
     min_micro_batches,
-    release_other_stages,
+    move_other_stages_to_meta,
     split_layers,
     stage_indices,
 )
-from whimbrel.distributed.state import is_sharded
-from whimbrel.distributed.strategy import reduces_itself, shards, splits
+from whimbrel.distributed.state import is_dtensor
+from whimbrel.distributed.strategy import pipeline_averages_gradients, splits, uses_fsdp
 from whimbrel.model_io import load_model, load_weights, read_config, resolve_model
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
 from whimbrel.models import GPT, GPTConfig
@@ -152,10 +152,10 @@ class RunParts:
 def build_run(config: RunConfig, world: World, sample_func: SampleFunction | None = None) -> RunParts:
     """Build the model, data, tokenizer and callbacks; `sample_func` replaces the inference engine for `[sample]`."""
     device = choose_device(config.train.device)
-    world.on_main(partial(_fetch_from_mirror, config))
+    world.run_on_main(partial(_fetch_from_mirror, config))
     config = _with_recorded_micro_batch(config, world.dp_size)
     model = _initial_model(config, world)
-    micro_batch = min(world.gather(choose_micro_batch(config, model, device, world)))
+    micro_batch = min(world.all_gather_object(choose_micro_batch(config, model, device, world)))
     loader = _build_train_loader(config, device, micro_batch, world)
     recorded = replace(
         config, train=replace(config.train, micro_batch=micro_batch, device=config.train.device or device.type)
@@ -323,7 +323,7 @@ def check_run_directory_unchanged(requested: RunConfig, micro_batch: int | None,
 def _with_recorded_micro_batch(config: RunConfig, ranks: int) -> RunConfig:
     """Resume with the checkpoint's micro-batch unless one is set: another size would change the summation order.
 
-    A micro-batch of a checkpoint of other ranks is used if a step of this run can be split into such.
+    With another number of ranks, it is used only if it divides a step of this run.
     """
     if config.train.micro_batch is not None or config.overwrite_output_dir:
         return config
@@ -522,11 +522,11 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, wo
     if train.linear_recipe is not None:
         alignment = None if train.fp8_recipe is None else train.fp8_dim_alignment
         prepare(model, train.linear_recipe, device=device, precision=train.precision, fp8_dim_alignment=alignment)
-    ties = find_ties(model) if layout.pp > 1 else []
+    ties = find_tied_parameters(model) if layout.pp > 1 else []
     stages = [model] if layout.pp == 1 else _split_stages(model, config, device, world)
     for stage in stages:
         is_plain = all(type(parameter) is nn.Parameter for parameter in stage.parameters())
-        if layout.tp > 1 or not (is_plain and shards(world, config.parallel)):
+        if layout.tp > 1 or not (is_plain and uses_fsdp(world, config.parallel)):
             move_(stage, device)  # FSDP moves one block at a time: the complete model might not fit
         if layout.tp > 1:
             assert world.mesh is not None
@@ -545,7 +545,7 @@ def wrap_model(model: nn.Module, config: TrainerConfig, device: torch.device, wo
         return stages[0]
     assert world.mesh is not None
     schedule, micro_batches = config.parallel.pipeline_schedule, train.accumulation or 1
-    replicas = world.dp_group if layout.dp > 1 and reduces_itself(world, config.parallel) else None
+    replicas = world.dp_group if layout.dp > 1 and pipeline_averages_gradients(world, config.parallel) else None
     return PipelineModel(
         model, stages, ties, schedule, micro_batches, device, world.mesh, replicas, timeout=config.parallel.timeout
     )
@@ -573,7 +573,7 @@ def _split_stages(model: nn.Module, config: TrainerConfig, device: torch.device,
     ]
     for stage in stages:
         stage.autocast = MixedPrecision(config.train.precision, device).autocast
-    release_other_stages(model, stages)
+    move_other_stages_to_meta(model, stages)
     return stages
 
 
@@ -664,8 +664,8 @@ def create_optimizer(
         known = {id(parameter) for parameter in model.parameters()}
         if world.mesh is not None and any(id(p) not in known for group in choice.param_groups for p in group["params"]):
             raise ConfigError(
-                "expected an optimizer of the model's parameters, got one of others (sharding replaces parameters): "
-                "pass a function of the parameters, or the name of an optimizer"
+                "expected an optimizer over the model's parameters, got others (sharding replaces them): pass "
+                "a function that creates the optimizer, or its name"
             )
     elif callable(choice):
         optimizer = choice([p for p in model.parameters() if p.requires_grad and not p.is_meta])
@@ -725,7 +725,7 @@ def _wrap_in_backward(
     Raises ConfigError for settings that need all gradients at once.
     """
     train, layout = config.train, world.layout
-    sharded = any(map(is_sharded, model.parameters()))
+    sharded = any(map(is_dtensor, model.parameters()))
     conflicts = {
         "train.precision = fp16": train.precision == "fp16",
         f"parallel.tp = {layout.tp}": layout.tp > 1,

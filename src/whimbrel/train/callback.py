@@ -130,8 +130,8 @@ class TrainerCallback:
     """
 
     all_ranks: bool = False
-    """Call the handlers on every rank, as they need for collective operations (the weights of FSDP, for example). All
-    ranks then get the same events; only what rank 0 requests through `control` counts.
+    """Call the handlers on every rank, which collectives require (gathering FSDP weights, for example). All ranks then
+    get the same events; only rank 0's changes to `control` count.
     """
 
     def on_init_end(self, **event: Any) -> TrainerControl | None:

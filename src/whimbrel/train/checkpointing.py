@@ -41,12 +41,12 @@ from whimbrel.checkpoint import checkpoint_path as find_checkpoint
 from whimbrel.config import to_table
 from whimbrel.distributed import DiLoCo, World, unwrap
 from whimbrel.distributed.state import (
-    Gathered,
-    first_names,
+    LazyGather,
+    canonical_names,
     full_state,
     full_tensor,
-    gathered_state,
-    has_parts,
+    is_distributed_model,
+    lazy_gather_state,
     load_full_,
 )
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
@@ -278,15 +278,15 @@ class CheckpointMixin(ABC):
         if config.resume.path is not None:
             self.load_checkpoint(self._resolve_checkpoint(config.resume.path))
         elif config.overwrite_output_dir and (self._from_config or not config.resume.latest):
-            self.world.on_main(partial(clear_directory, config.output_dir))
-        elif self.world.on_main(lambda: bool(step_directories(config.output_dir))):
+            self.world.run_on_main(partial(clear_directory, config.output_dir))
+        elif self.world.run_on_main(lambda: bool(step_directories(config.output_dir))):
             self.load_checkpoint()
         if config.log.dir is None:
             self.args.logging_dir = events_folder(config.output_dir) or self.args.logging_dir
         self.checkpoint_manager.clean_up(self.state.global_step)
         if self.state.global_step < self.state.max_steps:
             resumed = self.resumed_from is not None
-            self.world.on_main(partial(record_settings, self._recorded_config, resumed=resumed))
+            self.world.run_on_main(partial(record_settings, self._recorded_config, resumed=resumed))
 
     def _fetch_from_mirror(self) -> None:
         """Download a checkpoint to resume from if the run directory is gone."""
@@ -395,9 +395,9 @@ class GPTState:
     def __init__(self, model: GPT, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
 
-    def state_dict(self) -> dict[str, Tensor | Gathered]:
+    def state_dict(self) -> dict[str, Tensor | LazyGather]:
         """Parameters; tied parameters appear once, quantized ones as codes and scales."""
-        return gathered_state(self._model, weight_state_dict(self._model))
+        return lazy_gather_state(self._model, weight_state_dict(self._model))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy parameters in place."""
@@ -430,18 +430,18 @@ class ModuleState:
         self._written_names: list[str] = []
         """Names of the saved tensors, shared ones once."""
 
-    def state_dict(self) -> dict[str, Tensor | Gathered]:
+    def state_dict(self) -> dict[str, Tensor | LazyGather]:
         """Parameters and buffers."""
         state = self._saved()
         self._written_names = self._without_duplicates(state)
-        return gathered_state(self._model, state)
+        return lazy_gather_state(self._model, state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore parameters and buffers."""
         self._load(state, strict=True)
 
     def _load(self, state: Mapping[str, Tensor], *, strict: bool = False) -> None:
-        if has_parts(self._model):
+        if is_distributed_model(self._model):
             load_full_(self._model, state)
         else:
             self._model.load_state_dict(state, strict=strict)
@@ -492,7 +492,7 @@ class PretrainedState(ModuleState):
             stored |= load_file(path)
         current = self._model.state_dict()
         self._check_model_type_and_shapes(folder, stored, current)
-        names = first_names(self._model)
+        names = canonical_names(self._model)
         loaded_names = {names.get(name, name) for name in stored if name in current}
         if set(stored) <= set(current) and {names.get(name, name) for name in current} == loaded_names:
             self._load(stored)
@@ -519,9 +519,9 @@ class PretrainedState(ModuleState):
 class ThirdPartyState(ModuleState):
     """A model with a third-party `save_pretrained`: its files plus our safetensors file of the weights."""
 
-    def state_dict(self) -> dict[str, Tensor | Gathered]:
+    def state_dict(self) -> dict[str, Tensor | LazyGather]:
         """Parameters and buffers."""
-        if has_parts(self._model):
+        if is_distributed_model(self._model):
             raise ConfigError(
                 f"{type(self._model).__name__}.save_pretrained cannot write parameters that are spread over ranks: use "
                 "parallel.strategy = ddp"
@@ -547,10 +547,10 @@ class AdapterState(ModuleState):
     IGNORED = ("inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "task_type")
     """Entries of `adapter_config.json` that do not change what an adapter computes."""
 
-    def state_dict(self) -> dict[str, Tensor | Gathered]:
+    def state_dict(self) -> dict[str, Tensor | LazyGather]:
         """Trainable parameters and buffers."""
         self._fingerprint = self._base_fingerprint()  # here, where all ranks take part
-        self._base_state = {} if has_parts(self._model) else self._model.state_dict()
+        self._base_state = {} if is_distributed_model(self._model) else self._model.state_dict()
         return super().state_dict()
 
     def _saved(self) -> dict[str, Tensor]:
@@ -608,7 +608,7 @@ class AdapterState(ModuleState):
 
         Collective if the model is sharded, and then computed once: it gathers every parameter.
         """
-        if self._model in _base_fingerprints and has_parts(self._model):
+        if self._model in _base_fingerprints and is_distributed_model(self._model):
             return _base_fingerprints[self._model]
         digest = hashlib.sha256()
         for name, parameter in self._model.named_parameters():

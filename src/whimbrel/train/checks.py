@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import did_you_mean
-from whimbrel.distributed.strategy import reduces_itself
+from whimbrel.distributed.strategy import pipeline_averages_gradients
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.config import TrainerConfig
@@ -164,7 +164,7 @@ def check_parallel(trainer: Any) -> None:
     for name in (name for name, is_set in conflicts.items() if is_set):
         remedy = "use bf16" if "fp16" in name else "leave it out, or use fsdp"
         raise ConfigError(f"{name} does not work with a pipeline (parallel.pp = {layout.pp}): {remedy}")
-    if parallel.pipeline_schedule == "zero-bubble" and not reduces_itself(trainer.world, parallel):
+    if parallel.pipeline_schedule == "zero-bubble" and not pipeline_averages_gradients(trainer.world, parallel):
         raise ConfigError(
             "parallel.pipeline_schedule = zero-bubble does not work with fsdp, which cannot split backward passes: use "
             "interleaved or 1f1b, or replicate (dp_replicate)"

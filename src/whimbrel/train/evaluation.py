@@ -16,7 +16,7 @@ from whimbrel.distributed import World
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.models.held_out_loss import HeldOutLoss, LossAccumulator
 from whimbrel.precision import MixedPrecision
-from whimbrel.train.objectives import ComputeLossObjective, Filler, Objective, logits_from_outputs
+from whimbrel.train.objectives import ComputeLossObjective, DummyBatch, Objective, logits_from_outputs
 
 __all__ = [
     "EvalLoopOutput",
@@ -98,7 +98,7 @@ def evaluate_batches(
     is_mean = step is not None or has_custom_loss
     with _eval_mode(model):
         for item in itertools.islice(batches, limit):
-            batch, counts = (item.batch, False) if isinstance(item, Filler) else (item, True)
+            batch, counts = (item.batch, False) if isinstance(item, DummyBatch) else (item, True)
             batch_logits = batch_labels = None
             with precision.autocast():
                 if step is None:
@@ -115,7 +115,7 @@ def evaluate_batches(
             if gather:
                 parts.append((_to_host(batch_logits), _to_host(batch_labels)) if counts else (None, None))
             on_batch()
-    return _combine(world.gather_over_data((total.result(), parts)))
+    return _combine(world.all_gather_dp((total.result(), parts)))
 
 
 def _combine(ranks: list[tuple[HeldOutLoss | None, list[tuple[Any, Any]]]]) -> EvalLoopOutput:

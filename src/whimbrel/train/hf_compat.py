@@ -65,7 +65,7 @@ HF_TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
 """Other names for our arguments."""
 
 _HUB = "upload the directory that save_model writes with huggingface_hub"
-_ONE_DEVICE = "override nothing of it: use parallel={...} (docs/distributed.md)"
+_NO_OVERRIDE = "remove the override and use parallel={...} (docs/distributed.md)"
 _PARALLEL = "use parallel={...} (docs/distributed.md), or remove it"
 _OPTIMIZER = "pass optimizers=(OptimConfig(name=NAME, ...), None) to the trainer"
 _SCRIPT = "your script decides whether to call train(), evaluate() or predict(); use your own flag"
@@ -251,7 +251,7 @@ UNSUPPORTED_OVERRIDES = {
     **dict.fromkeys(
         ("_build_accelerator_args", "_prepare_context_parallel_inputs", "_sync_replicated_trainable_parameters",
          "create_accelerator_and_postprocess", "get_cp_size", "get_sp_size", "get_tp_size"),
-        _ONE_DEVICE,
+        _NO_OVERRIDE,
     ),
     **dict.fromkeys(
         ("_determine_best_metric", "_evaluate", "evaluation_loop", "prediction_loop"), _EVALUATION

@@ -50,9 +50,9 @@ PREFETCHED_BLOCKS = 2
 """Blocks that FSDP holds gathered at a time: the current one, and the next."""
 CPU_NETWORK = Network(within_node=5e9, between_nodes=1e9, flops=1e11, latency=5e-4)
 """A few cores per process, and gloo."""
-SIMPLER = 1.1
+MAX_SLOWDOWN = 1.1
 """How much longer a step of a simpler layout may take."""
-FILL = 0.92
+MAX_MEMORY_FRACTION = 0.92
 """Fraction of a device's memory that a prediction may take: the rest is for fragmentation and communication."""
 
 
@@ -76,7 +76,7 @@ def _check(config: RunConfig) -> None:
         "train.optimizer_in_backward": train.optimizer_in_backward,
     }.items():
         if is_set:
-            raise ConfigError(f"expected no {name} for the memory of several ranks: leave it out")
+            raise ConfigError(f"memory prediction for several ranks does not support {name}: leave it out")
 
 
 def predict_pipeline_ranks(config: RunConfig, layout: Layout, device_type: str) -> list[MemoryPrediction]:
@@ -198,7 +198,7 @@ def _holdings(config: RunConfig, layout: Layout, stages: _Stages, temporaries: i
         gathered_itemsize = itemsize if parallel.param_dtype is None else 2
         num_gathered = min(PREFETCHED_BLOCKS, stages.blocks) if parallel.reshard_after_forward else stages.blocks
         gathered = gathered_itemsize * (root_numel + num_gathered * block_numel)
-        # The gradient of the head waits for that of the embedding; a block's is copied to the buffer of the reduction.
+        # The head's gradient is kept until the embedding's is ready; a block's is copied to the reduce-scatter buffer.
         unreduced = gathered_itemsize * (root_numel + block_numel) + 4 * block_numel
     if parallel.strategy == "diloco":
         copies = 2 + (parallel.delta_dtype is not None or parallel.delta_rank is not None)
@@ -267,7 +267,7 @@ def choose_strategy(
     rejected: dict[_Plan, str] = {}
 
     def fits(plan: _Plan) -> bool:
-        if plan.peak > FILL * memory:
+        if plan.peak > MAX_MEMORY_FRACTION * memory:
             rejected[plan] = f"{plan.name} needs {format_bytes(plan.peak)}"
         return plan not in rejected
 
@@ -279,7 +279,7 @@ def choose_strategy(
             f"({'; '.join([*rejected.values()][-3:])}): use more devices, a smaller train.micro_batch or "
             "train.recompute = full"
         )
-    chosen = next(plan for plan in plans if plan.seconds <= SIMPLER * fastest.seconds and fits(plan))
+    chosen = next(plan for plan in plans if plan.seconds <= MAX_SLOWDOWN * fastest.seconds and fits(plan))
     needs = f"needs {format_bytes(chosen.peak)} of {format_bytes(memory)} per device and sends"
     reason = f"{chosen.name} {needs} {format_bytes(int(chosen.sent))} per step"
     return chosen.config.parallel, "; ".join([reason, *[*rejected.values()][:2]])

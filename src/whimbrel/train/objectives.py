@@ -25,7 +25,7 @@ from whimbrel.models import IGNORE_INDEX
 
 __all__ = [
     "ComputeLossObjective",
-    "Filler",
+    "DummyBatch",
     "LossOutput",
     "ModelObjective",
     "Objective",
@@ -53,8 +53,8 @@ class LossOutput(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Filler:
-    """The batch of a rank whose slice of a global batch is empty: with weight 0 it takes part in collectives."""
+class DummyBatch:
+    """A dummy batch with weight 0, for a rank whose slice of the global batch is empty: it must join collectives."""
 
     batch: Any
 
@@ -175,10 +175,10 @@ class ModelObjective(Objective):
             raise _missing_loss(model)
         return LossOutput(outputs.loss, outputs)
 
-    def stage_inputs(self, model: nn.Module, batch: Batch | Filler) -> dict[str, Any]:
+    def stage_inputs(self, model: nn.Module, batch: Batch | DummyBatch) -> dict[str, Any]:
         """The batch as a micro-batch of a pipeline: `input_ids`, `targets` (shifted) and further inputs."""
         self._inspect(model)
-        if isinstance(batch, Filler):
+        if isinstance(batch, DummyBatch):
             inputs = self.stage_inputs(model, batch.batch)
             return inputs | {"targets": torch.full_like(inputs["targets"], IGNORE_INDEX)}
         if not isinstance(batch, Mapping):

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.checkpoint import SavedTensor, complete_state
+from whimbrel.checkpoint import SavedTensor, read_full_state
 from whimbrel.distributed import World
-from whimbrel.distributed.state import Reordered, is_sharded, row_orders
+from whimbrel.distributed.state import Reordered, is_dtensor, row_orders
 from whimbrel.optim import OptimizerInBackward, Schedule, restore_optimizer
 from whimbrel.train.step import Scheduler
 
@@ -51,10 +51,10 @@ class OptimizerState:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._has_names = all("names" in group for group in optimizer.param_groups)
         self._has_stages = self._world.layout.pp > 1
-        self.is_sharded = self._has_stages or any(map(is_sharded, parameters))
+        self.is_sharded = self._has_stages or any(map(is_dtensor, parameters))
         """Whether ranks have different parts of the state."""
         if self._has_stages and not self._has_names:
-            raise ConfigError("a pipeline needs an optimizer created by the trainer, got an object: pass its name")
+            raise ConfigError("expected the name of an optimizer for a pipeline, got an object: pass its name")
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, groups, the class, and the optimizer's initial settings."""
@@ -83,7 +83,7 @@ class OptimizerState:
 
     def load_parts(self, state: dict[str, Any]) -> None:
         """Read the parts of the moments that this rank needs, and restore them."""
-        state = complete_state({name: value for name, value in state.items() if name != "state"}) | {
+        state = read_full_state({name: value for name, value in state.items() if name != "state"}) | {
             "state": state["state"]
         }
         if isinstance(state["param_groups"], dict):
@@ -124,7 +124,7 @@ class OptimizerState:
         """A saved moment of `parameter`, sharded as the optimizer has it or will have it."""
         current = self.optimizer.state.get(parameter, {}).get(name)
         target = next(
-            (t for t in (current, parameter) if t is not None and is_sharded(t) and t.shape == saved.shape), None
+            (t for t in (current, parameter) if t is not None and is_dtensor(t) and t.shape == saved.shape), None
         )
         return saved.full() if target is None else saved.like(target, orders.get(owner))
 
@@ -158,7 +158,7 @@ def _by_name(state: Mapping[str, Any], orders: Mapping[str, Tensor]) -> dict[str
             own = {name: group[name][i] for name in PER_PARAMETER if name in group and name not in ("params", "names")}
             options[owner] = shared | own
             moments[owner] = {
-                name: Reordered(value, orders[owner]) if owner in orders and is_sharded(value) else value
+                name: Reordered(value, orders[owner]) if owner in orders and is_dtensor(value) else value
                 for name, value in state["state"].get(index, {}).items()
             }
     return {"state": moments, "param_groups": options}

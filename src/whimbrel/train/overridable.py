@@ -80,7 +80,7 @@ class Accelerator:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all processes, concatenated."""
-        parts = self._world.gather(torch.atleast_1d(tensor.detach()).cpu())
+        parts = self._world.all_gather_object(torch.atleast_1d(tensor.detach()).cpu())
         return torch.cat(parts).to(tensor.device)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -325,7 +325,7 @@ class OverridableMethodsMixin(ABC):
             if result.predictions is None or result.label_ids is None:
                 missing = "predictions" if result.predictions is None else f"labels ({', '.join(self.label_names)})"
                 raise DataError(f"compute_metrics needs predictions and labels, but the batches have no {missing}")
-            metrics |= self.world.on_main(partial(call_compute_metrics, self.compute_metrics, result))
+            metrics |= self.world.run_on_main(partial(call_compute_metrics, self.compute_metrics, result))
         return metrics
 
     def _evaluate_batches(
@@ -370,7 +370,7 @@ class OverridableMethodsMixin(ABC):
                 self.eval_dataloader, self._ignore_keys = previous_dataloader, previous_ignore_keys
         metrics = {} if result.loss is None else {"loss": result.loss}
         if self.compute_metrics is not None and result.predictions is not None and result.label_ids is not None:
-            metrics |= self.world.on_main(partial(call_compute_metrics, self.compute_metrics, result))
+            metrics |= self.world.run_on_main(partial(call_compute_metrics, self.compute_metrics, result))
         metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in metrics.items()}
         self.dispatch("on_predict", metrics=metrics)
         return PredictionOutput(result.predictions, result.label_ids, metrics)

@@ -122,7 +122,7 @@ PARALLEL_ARGUMENTS: dict[str, Callable[[Any], Settings]] = {
 
 
 def merge_settings(settings: ParallelConfig | Settings | None, more: Settings, argument: str) -> Settings:
-    """Both; raises if `argument`, which means the settings in `more`, contradicts them."""
+    """Add the settings that `argument` stands for; raises ConfigError if they contradict `settings`."""
     merged = dict((changed_settings(settings) if isinstance(settings, ParallelConfig) else settings) or {})
     for name, value in more.items():
         if merged.setdefault(name, value) != value:

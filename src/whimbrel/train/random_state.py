@@ -66,7 +66,7 @@ class RankRNGState(RNGState):
         return state if self._world.size == 1 else state | {"layout": self._layout}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore all generators, or seed them if the number of ranks is the same, but not their layout."""
+        """Restore all generators; reseed them if the layout differs."""
         if state.get("layout", [1, 1, 1]) != self._layout:
             self.load_resharded(self._world.size, self._progress.global_step)
         else:
@@ -77,6 +77,6 @@ class RankRNGState(RNGState):
         seed_everything(rank_seed(self._seed, self._world, step))
         if self._world.is_main:
             logger.info(
-                "the checkpoint was saved by %d ranks, this run has %d (%s): random numbers continue from seed, step "
-                "and rank", saved_ranks, self._world.size, self._world.layout,
+                "the checkpoint was saved by %d ranks, this run has %d (%s): reseeding RNGs from seed, step and "
+                "rank", saved_ranks, self._world.size, self._world.layout,
             )  # fmt: skip

@@ -86,7 +86,7 @@ def resume_after_restart(config: ConfigT, world: World) -> ConfigT:
 
     `overwrite_output_dir`, `resume.path` and a missing `resume.latest` apply to the first start only.
     """
-    if world.on_main(partial(_is_restart, config.output_dir)):
+    if world.run_on_main(partial(_is_restart, config.output_dir)):
         resume = replace(config.resume, latest=True, path=None)
         return replace(config, overwrite_output_dir=False, resume=resume)
     return config

@@ -16,7 +16,7 @@ from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision
 from whimbrel.train.batches import Batches, token_count
 from whimbrel.train.device import Stopwatch
-from whimbrel.train.objectives import Filler, LossOutput, ModelObjective, Objective, zero_backward
+from whimbrel.train.objectives import DummyBatch, LossOutput, ModelObjective, Objective, zero_backward
 
 __all__ = ["NonFiniteError", "Scheduler", "StepMetrics", "TrainStep"]
 
@@ -108,7 +108,7 @@ class TrainStep:
         # first backward pass, and each loss is divided by the total.
         with self.precision.autocast():
             counts = [self._count(batch) for batch in micro_batches]
-        num_items = self.world.items_per_rank(torch.stack(counts).sum())
+        num_items = self.world.loss_divisor(torch.stack(counts).sum())
         loss, extra = self._forward_backward(micro_batches, num_items)
         norm = self._clip_gradients()
         if self.world.dp_size > 1:
@@ -127,7 +127,7 @@ class TrainStep:
         if self.outer is not None:
             self.outer.step(step)
 
-        tokens = self.world.sum_on_host(sum(token_count(batch) for batch in micro_batches))
+        tokens = self.world.all_reduce_dp_int(sum(token_count(batch) for batch in micro_batches))
         values = _copy_to_host(loss, norm, *extra.values())
         self._step_end = self.stopwatch.mark()  # after the copy: once the device has passed it, the values are there
         self._pending.append(_PendingMetrics(step, values, tuple(extra), lr, tokens, start, self._step_end, skipped))
@@ -154,7 +154,7 @@ class TrainStep:
 
     def _run_micro_batch(self, batch: Any, num_items: Tensor) -> LossOutput:
         """Forward and backward pass; those of a filler have weight 0, even if it ignores `num_items`."""
-        batch, is_filler = (batch.batch, True) if isinstance(batch, Filler) else (batch, False)
+        batch, is_filler = (batch.batch, True) if isinstance(batch, DummyBatch) else (batch, False)
         if self.training_step is not None:
             with zero_backward() if is_filler else contextlib.nullcontext():
                 output = LossOutput(self.training_step(batch, num_items))  # runs its own backward pass
@@ -185,7 +185,7 @@ class TrainStep:
             report(metrics, dict(zip(pending.names, extra, strict=True)))
 
     def _count(self, batch: Any) -> Tensor:
-        if isinstance(batch, Filler):
+        if isinstance(batch, DummyBatch):
             return torch.zeros_like(self.objective.count(self.model, batch.batch))
         return self.objective.count(self.model, batch)
 
@@ -198,7 +198,7 @@ class TrainStep:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Loss and extra metrics of the global batch; the mean norm if ranks step on their own gradients."""
         values = [loss, *extra.values(), *([norm.to(loss)] if self.world.independent else [])]
-        loss, *means = self.world.sum_over_data(torch.stack(values)) / self.world.dp_size
+        loss, *means = self.world.all_reduce_dp(torch.stack(values)) / self.world.dp_size
         norm = means.pop() if self.world.independent else norm
         return loss, norm, dict(zip(extra, means, strict=True))
 

@@ -75,8 +75,8 @@ class PipelineTrainer(StrategyTrainer):
 class AccelTrainer(DDPTrainer):
     """Lets an `accelerate.Accelerator` prepare the model and the optimizer; the training loop stays that of `Trainer`.
 
-    Batches are split by the trainer: Accelerate would repeat samples at the end of an epoch. `accelerator` is passed as
-    `hf_accelerator`, default: a new one. It may not scale, accumulate or shard: the trainer does.
+    The trainer splits batches: Accelerate would repeat samples at the end of an epoch. `hf_accelerator` (default: a new
+    one) must not scale the loss, accumulate gradients or shard; the trainer does.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class AccelTrainer(DDPTrainer):
     def _prepare_model(self) -> None:
         if self._is_wrapped:
             return
-        world, self.world = self.world, World()  # all but DDP
+        world, self.world = self.world, World()  # no DDP: the accelerator applies it
         try:
             super()._prepare_model()
         finally:

@@ -259,8 +259,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         """Whether the run must save and stop immediately without evaluating, to be resumed later."""
         return self.received_signal is not None or self._callbacks_drain
 
-    def _agree(self, session: _Session) -> None:
-        """Let every rank decide alike: as the callbacks and the clock of rank 0, and by a signal to any rank."""
+    def _sync_decisions(self, session: _Session) -> None:
+        """Synchronize decisions over ranks: callbacks and clock of rank 0, and a signal to any rank."""
         self._callbacks_drain = any(getattr(callback, "is_draining", False) for callback in self.callbacks)
         session.save_is_overdue = self._save_is_overdue(session)
         if self.world.size == 1:
@@ -316,7 +316,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
                 check_directory(self.config, explicit=not self._from_config)
                 record_launch(self.config.output_dir)
 
-            self.world.on_main(enter)
+            self.world.run_on_main(enter)
             yield
 
     def _prepare_model(self) -> None:
@@ -447,7 +447,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             interrupted = self.is_draining and not self._is_last_step
             if state.global_step > state.epoch_start_step and not interrupted:
                 self.dispatch("on_epoch_end")  # the run ends within an epoch
-                self._agree(session)
+                self._sync_decisions(session)
             try:
                 self._handle_control(session, final=True)
             except NonFiniteError as error:
@@ -456,7 +456,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
     def _should_continue(self) -> bool:
         """Whether to run another step."""
         assert self._session is not None
-        self._agree(self._session)
+        self._sync_decisions(self._session)
         self._check_signal("on_step_begin")
         train = self.config.train
         # A run of N epochs ends after N passes, even if callbacks ended some of them early. A rollback repeats steps
@@ -498,7 +498,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             state.epoch = batches.epoch
             self._request_due_actions(session)
             self.dispatch("on_step_end")
-            self._agree(session)
+            self._sync_decisions(session)
             self._check_signal("on_step_end")
         epoch_ended = tokens is None or self.control.should_epoch_stop or batches.exhausted()
         if epoch_ended:
@@ -521,7 +521,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.control.should_evaluate |= config.validation.each_epoch and self.can_evaluate and self._past_eval_delay()
         self._request_save(session, config.checkpoint.each_epoch)
         self.dispatch("on_epoch_end")
-        self._agree(session)
+        self._sync_decisions(session)
 
     def _request_due_actions(self, session: _Session) -> None:
         """Set the flags in `control` that are due after this step; callbacks may still change them."""
@@ -567,7 +567,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         if final or requested or session.save_is_overdue:
             self.flush_metrics()
             for action in (self._log_step, self._evaluate_step, self._save_step):
-                self._agree(session)
+                self._sync_decisions(session)
                 if not self.control.should_abort_without_save:
                     action(session)
         else:
@@ -636,7 +636,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         """Raise EvaluationInterruptedError if the training loop is evaluating and the run must stop immediately."""
         if self._session is None or not self._session.is_evaluating:
             return
-        self._agree(self._session)
+        self._sync_decisions(self._session)
         if self.is_draining or self.control.should_abort_without_save:
             raise EvaluationInterruptedError
 
@@ -690,7 +690,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             raise TrainingError(
                 f"{error}, and there is no checkpoint to roll back to: save more often (checkpoint.every, save_steps)"
             ) from error
-        session.rollbacks = self.world.broadcast(session.rollbacks)  # ranks learn at different steps of a finished save
+        session.rollbacks = self.world.broadcast(session.rollbacks)  # ranks may see a finished save at different steps
         if session.rollbacks == MAX_ROLLBACKS or final:
             raise TrainingError(f"{error}, after {session.rollbacks} rollbacks: {REMEDY}") from error
         session.rollbacks, session.has_rolled_back = session.rollbacks + 1, True

@@ -97,7 +97,7 @@ def test_replication_check_compares_tensors_of_any_name_and_other_values(other: 
             super().__init__()
             self.gathered: list = []
 
-        def gather(self, value):
+        def all_gather_object(self, value):
             self.gathered.append(value)
             return self.gathered
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.files import PARTIAL, remove_stale
 from whimbrel.config import build
-from whimbrel.distributed.state import copy_full_, gathered_state, is_sharded, row_orders, to_local
+from whimbrel.distributed.state import copy_full_, is_dtensor, lazy_gather_state, row_orders, to_local
 from whimbrel.distributed.strategy import norms, reshard_
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train.callback import TrainerCallback, TrainerControl
@@ -305,8 +305,8 @@ class EmaCallback(TrainerCallback):
         trainer = event["trainer"]
         parent = Path(trainer.config.output_dir) / "ema"
         target = parent / f"step-{event['state'].global_step:08d}"
-        if event.get("output") is not None and not trainer.world.on_main(target.exists):
-            trainer.world.on_main(partial(remove_stale, parent))
+        if event.get("output") is not None and not trainer.world.run_on_main(target.exists):
+            trainer.world.run_on_main(partial(remove_stale, parent))
             with self.average_parameters(event["model"]):
                 trainer.save_model(target)
 
@@ -322,7 +322,7 @@ class EmaCallback(TrainerCallback):
             _copy_into(_trainable_parameters(model), original)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self._average if self._model is None else gathered_state(self._model, self._average)}
+        return {"mean": self._average if self._model is None else lazy_gather_state(self._model, self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._average = {name: tensor.to(torch.float32, copy=True) for name, tensor in state["mean"].items()}
@@ -330,7 +330,7 @@ class EmaCallback(TrainerCallback):
 
 def _split_like(weight: Tensor, mean: Tensor, order: Tensor | None) -> Tensor:
     """An average with the device of a weight, and sharded like it."""
-    if not is_sharded(weight) or is_sharded(mean):
+    if not is_dtensor(weight) or is_dtensor(mean):
         return mean.to(weight.device)
     split = torch.empty_like(weight, dtype=torch.float32)
     copy_full_(split, mean, order)
