@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 TIMEOUT = 600
 """Seconds until a collective operation fails, and until a job is given up: many times what a slow machine needs."""
-PRELOADED = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo", "whimbrel.train.trainer")
+PRELOADED = ("whimbrel.train.trainer", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo")
 
 
 class RankError(AssertionError):

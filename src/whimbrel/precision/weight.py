@@ -21,11 +21,8 @@ __all__ = ["QuantizedWeight"]
 
 ATEN = torch.ops.aten
 Handler = Callable[..., Any]
-GATHERS = [
-    name for name in ("all_gather_into_tensor", "wait_tensor", "_wrap_tensor_autograd")
-    if hasattr(torch.ops._c10d_functional, name)
-]  # fmt: skip
-"""Operations that gather rows from other ranks; which exist depends on the version of torch."""
+GATHERS = {f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "wait_tensor", "_wrap_tensor_autograd")}
+"""Names of the operations that gather rows from other ranks; torch registers some of them only when it needs them."""
 MIN_INT_MM_ROWS = 32
 """`torch._int_mm` needs more than 16 rows on CUDA."""
 OPERATIONS: dict[Any, Handler] = {}
@@ -160,7 +157,8 @@ class QuantizedWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Call the handler, or decompose composite operations, which torch does not do in inference mode."""
-        handler: Handler = OPERATIONS.get(func, _decompose)
+        default = _collective if func._schema.name in GATHERS else _decompose
+        handler: Handler = OPERATIONS.get(func, default)
         settings = kwargs or {}
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if torch.is_inference_mode_enabled() and not any(tensor.is_inference() for tensor in tensors):
@@ -485,6 +483,5 @@ for _operations, _handler in (
     ((ATEN.add_.Tensor, ATEN.sub_.Tensor, ATEN.mul_.Tensor, ATEN.div_.Tensor), _update_),
     ((ATEN.zero_.default,), _zero_),
     ((ATEN.addcdiv_.default, ATEN.addcmul_.default, ATEN.lerp_.Scalar, ATEN.addmm_.default), _update_),
-    ([getattr(torch.ops._c10d_functional, name).default for name in GATHERS], _collective),
 ):
     OPERATIONS.update(dict.fromkeys(_operations, _handler))
