@@ -55,7 +55,6 @@ from whimbrel.checkpoint.writer import (
     ComponentSnapshot,
     HostBuffers,
     check_replication,
-    gather_for_others,
     write_checkpoint,
 )
 from whimbrel.distributed.layout import ParallelConfig
@@ -219,8 +218,8 @@ class CheckpointManager:
         self, component: StateComponent, tensors: dict[str, Tensor | LazyGather], tree: Any
     ) -> ComponentSnapshot:
         location = locate(component, self._world, self._groups)
-        if not location.is_writer and not component.validate_replication:
-            gather_for_others(tensors)
+        is_partial = any(isinstance(tensor, LazyGather) for tensor in tensors.values())
+        if not (location.is_writer or component.validate_replication or is_partial):
             return ComponentSnapshot(component, location, None)
         return ComponentSnapshot(component, location, self._buffers.copy(component.key, tensors, tree))
 
@@ -234,6 +233,7 @@ class CheckpointManager:
     ) -> None:
         """Write the checkpoint, retrying after I/O errors."""
         self._buffers.synchronize()
+        snapshots = [item.gather(self._writers) for item in snapshots]
         in_run = target == checkpoint_path(self.run, step)
         if in_run and self._world.is_main:
             self._remove_stale(self.run / "checkpoints")

@@ -173,7 +173,7 @@ def read_component(path: Path, stem: str) -> Any:
         raise CheckpointError(f"{path}: the component '{stem}' is malformed ({error})") from error
 
 
-def sorted_by_alignment(tensors: Mapping[str, Tensor | LazyGather]) -> list[str]:
+def sorted_by_alignment(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names in an order in which every tensor starts at a multiple of its item size, without gaps."""
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 

@@ -12,7 +12,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from whimbrel.checkpoint.component import DirectoryStateful, Location, SharingPa
 from whimbrel.checkpoint.manifest import MANIFEST_FILE, ComponentEntry, FileEntry, Manifest
 from whimbrel.checkpoint.serialization import sorted_by_alignment, tensor_bytes, unpack, write_tensors
 from whimbrel.checkpoint.sharded import merge_trees, own_tensors, rank_file
-from whimbrel.distributed.state import LazyGather
+from whimbrel.distributed.state import LazyGather, gather_full
 from whimbrel.distributed.world import World
 
-__all__ = ["ComponentSnapshot", "HostBuffers", "Snapshot", "check_replication", "gather_for_others", "write_checkpoint"]
+__all__ = ["ComponentSnapshot", "HostBuffers", "Snapshot", "check_replication", "write_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,12 @@ class Snapshot:
 
     tensors: dict[str, Tensor]
     tree: Any
+    lazy: Mapping[str, LazyGather] = field(default_factory=dict)
+    """Tensors of which only this rank's part was copied; `gather` assembles them on rank 0."""
+
+    def gather(self, world: World) -> Snapshot:
+        """The snapshot with full tensors on rank 0. Collective."""
+        return Snapshot(self.tensors | gather_full(self.lazy, world), self.tree) if self.lazy else self
 
     def state(self) -> Any:
         """The state as `state_dict()` returned it."""
@@ -62,23 +68,20 @@ class HostBuffers:
         self._buffer(key, tensors)
 
     def copy(self, key: str, tensors: Mapping[str, Tensor | LazyGather], tree: Any) -> Snapshot:
-        """Copy a state (see `pack`). Its tensors may be modified as soon as this returns.
-
-        One at a time is gathered; ranks that do not need it call `gather_for_others`.
-        """
+        """Copy a state (see `pack`). Its tensors may be modified as soon as this returns."""
+        local = _local_tensors(tensors)
         buffer, offset, copies, devices = self._buffer(key, tensors), 0, {}, set()
-        for name in sorted_by_alignment(tensors):
-            source = tensors[name]
-            target = buffer[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
-            tensor = source.gather() if isinstance(source, LazyGather) else source
-            assert tensor is not None
+        for name in sorted_by_alignment(local):
+            tensor = local[name]
+            target = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copies[name] = target.copy_(tensor, non_blocking=True)
             if tensor.is_cuda:
                 devices.add(tensor.device)
-            offset += source.nbytes
+            offset += tensor.nbytes
         for device in devices:
             self._copies.append(torch.cuda.current_stream(device).record_event())
-        return Snapshot(copies, tree)
+        lazy = {name: t for name, t in tensors.items() if isinstance(t, LazyGather)}
+        return Snapshot(copies, tree, {name: replace(source, local=copies[name]) for name, source in lazy.items()})
 
     def synchronize(self) -> None:
         """Wait until all copies are in host memory."""
@@ -91,8 +94,8 @@ class HostBuffers:
         self._buffers.clear()
 
     def _buffer(self, key: str, tensors: Mapping[str, Tensor | LazyGather]) -> Tensor:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        pinned = any(tensor.is_cuda for tensor in tensors.values())
+        local = _local_tensors(tensors).values()
+        size, pinned = sum(tensor.nbytes for tensor in local), any(tensor.is_cuda for tensor in local)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size or (pinned and not buffer.is_pinned()):
             self._buffers.pop(key, None)  # free the old buffer before the new one is allocated
@@ -101,21 +104,22 @@ class HostBuffers:
         return buffer
 
 
-def gather_for_others(tensors: Mapping[str, Tensor | LazyGather]) -> None:
-    """Take part in gathering the tensors of a state that another rank copies."""
-    for name in sorted_by_alignment(tensors):
-        tensor = tensors[name]
-        if isinstance(tensor, LazyGather):
-            tensor.gather()
+def _local_tensors(tensors: Mapping[str, Tensor | LazyGather]) -> dict[str, Tensor]:
+    return {name: tensor.local if isinstance(tensor, LazyGather) else tensor for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentSnapshot:
-    """A component on this rank. `snapshot` is None if this rank neither writes it nor compares it with other ranks."""
+    """A component on this rank. `snapshot` is None if this rank has nothing to write, compare or gather."""
 
     component: StateComponent
     location: Location
     snapshot: Snapshot | None
+
+    def gather(self, world: World) -> ComponentSnapshot:
+        """The component with full tensors on the rank that writes it. Collective."""
+        snapshot = None if self.snapshot is None else self.snapshot.gather(world)
+        return replace(self, snapshot=snapshot)
 
 
 FilesByComponent = dict[str, dict[str, FileEntry]]

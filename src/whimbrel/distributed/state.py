@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from whimbrel.distributed.tensor_parallel import row_order
@@ -17,12 +15,15 @@ from whimbrel.distributed.tensor_parallel import row_order
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from whimbrel.distributed.world import World
+
 __all__ = [
     "Part",
     "canonical_names",
     "copy_full_",
     "full_state",
     "full_tensor",
+    "gather_full",
     "is_distributed_model",
     "is_dtensor",
     "lazy_gather_state",
@@ -65,23 +66,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class LazyGather:
-    """A tensor to be gathered later. `gather` is collective: all ranks call it, for all tensors in the same order."""
+    """A tensor of which ranks hold parts, to be gathered later on rank 0 (see `gather_full`)."""
 
     shape: torch.Size
-    dtype: torch.dtype
-    is_cuda: bool
-    gather: Callable[[], Tensor | None]
-    """Returns the complete tensor on rank 0."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the complete tensor."""
-        return self.shape.numel() * self.itemsize
+    local: Tensor
+    """The part of this rank; empty if it has none, or if another rank gathers the same part."""
+    pieces: Sequence[Piece]
+    """Where its rows belong in the full tensor."""
 
 
 class Reordered(NamedTuple):
@@ -167,45 +158,57 @@ def lazy_gather_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str
     if not any(is_dtensor(tensor) or tensor.is_meta for tensor in state.values()):
         return dict(state)
     orders, names, found = row_orders(model), canonical_names(model), dict[str, Tensor | LazyGather]()
-    has_stages = any(tensor.is_meta for tensor in state.values())
-    owned = [name for name, tensor in state.items() if not tensor.is_meta]
-    sources = cache(partial(_first_owners, owned)) if has_stages else dict[str, int]
     for name, tensor in state.items():
-        gather = partial(_gather, name, tensor, orders.get(name), sources)
-        new = LazyGather(tensor.shape, tensor.dtype, tensor.is_cuda, gather)
-        found[name] = found.get(names.get(name, name), new)
+        found[name] = found.get(names.get(name, name), _lazy_gather(tensor, orders.get(name)))
     return found
 
 
-def full_state(state: Mapping[str, Tensor | LazyGather]) -> dict[str, Tensor]:
-    """Gather the tensors of a state one by one to the host memory of rank 0; other ranks get nothing."""
-    if not any(isinstance(tensor, LazyGather) for tensor in state.values()):
+def _lazy_gather(tensor: Tensor, order: Tensor | None) -> LazyGather:
+    tensor = tensor.detach()
+    if not tensor.is_meta:
+        part = local_part(tensor) if is_dtensor(tensor) else Part(tensor, (0,) * tensor.ndim, is_writer=True)
+        if part.is_writer:
+            return LazyGather(tensor.shape, part.local, part.pieces(order))
+    return LazyGather(tensor.shape, torch.empty(0, dtype=tensor.dtype), ())
+
+
+def full_state(state: Mapping[str, Tensor | LazyGather], world: World) -> dict[str, Tensor]:
+    """Gather the tensors of a state to the host memory of rank 0; other ranks get nothing."""
+    sources = {name: tensor for name, tensor in state.items() if isinstance(tensor, LazyGather)}
+    if not sources:
         return dict(state)  # type: ignore[arg-type]
-    is_main, gathered = dist.get_rank() == 0, dict[int, Any]()
-    for tensor in state.values():
-        if id(tensor) not in gathered:
-            full = tensor.gather() if isinstance(tensor, LazyGather) else tensor
-            gathered[id(tensor)] = full.cpu() if is_main and full is not None else None
-    return {name: gathered[id(tensor)] for name, tensor in state.items()} if is_main else {}
+    first = {id(source): name for name, source in reversed(sources.items())}  # tied tensors are gathered once
+    host = {name: replace(sources[name], local=sources[name].local.cpu()) for name in first.values()}
+    full = gather_full(host, world)
+    if not world.is_main:
+        return {}
+    return {name: full[first[id(t)]] if isinstance(t, LazyGather) else t.cpu() for name, t in state.items()}
 
 
-def _first_owners(owned: list[str]) -> dict[str, int]:
-    """The first rank that has each tensor."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, owned)
-    return {name: rank for rank in reversed(range(len(names))) for name in names[rank]}
-
-
-def _gather(name: str, tensor: Tensor, order: Tensor | None, sources: Callable[[], Mapping[str, int]]) -> Tensor | None:
-    full = None if tensor.is_meta else full_tensor(tensor, order)
-    source, rank = sources().get(name, 0), dist.get_rank()
-    if source != 0 and rank == source:
-        assert full is not None
-        dist.send(full.cpu().contiguous(), 0)
-    elif source != 0 and rank == 0:
-        full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        dist.recv(full, source)
+def gather_full(sources: Mapping[str, LazyGather], world: World) -> dict[str, Tensor]:
+    """The full tensors, on rank 0; {} on other ranks. Parts must be in host memory."""
+    parts = {name: (source.local.shape, source.pieces) for name, source in sources.items() if source.pieces}
+    parts_by_rank = world.all_gather_object(parts)
+    full: dict[str, Tensor] = {}
+    for name in sorted(sources):
+        source, seen = sources[name], set[tuple[int, ...]]()
+        if world.is_main:
+            full[name] = torch.empty(source.shape, dtype=source.local.dtype)
+        for rank, found in enumerate(parts_by_rank):
+            shape, pieces = found.get(name, ((), ()))
+            if not pieces or pieces[0].offset in seen:
+                continue  # replicas of a pipeline stage hold the same tensors
+            seen.add(pieces[0].offset)
+            part = world.send_to_main(source.local, rank, shape)
+            if part is not None:
+                _place(full[name], part, pieces)
     return full
+
+
+def _place(full: Tensor, part: Tensor, pieces: Sequence[Piece]) -> None:
+    for start, stop, offset in pieces:
+        rows = part[start:stop] if part.ndim else part
+        full[tuple(slice(first, first + size) for first, size in zip(offset, rows.shape, strict=True))] = rows
 
 
 def load_full_(model: nn.Module, state: Mapping[str, Tensor]) -> None:

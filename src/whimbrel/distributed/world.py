@@ -158,6 +158,18 @@ class World:
                 raise error_class(f"rank {rank}: {message}") from (cause if rank == self.rank else None)
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
+    def send_to_main(self, tensor: Tensor, rank: int, shape: Sequence[int]) -> Tensor | None:
+        """Send the tensor of `rank`, which has this shape and is in host memory, to rank 0; other ranks get None."""
+        if rank == self.rank == 0:
+            return tensor
+        if rank == self.rank:
+            dist.send(tensor.contiguous().view(-1).view(torch.uint8), 0, self._group)
+        elif self.is_main:
+            received = torch.empty(shape, dtype=tensor.dtype)
+            dist.recv(received.view(-1).view(torch.uint8), rank, self._group)
+            return received
+        return None
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.all_gather_object(None)

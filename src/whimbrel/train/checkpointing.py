@@ -136,7 +136,7 @@ class CheckpointMixin(ABC):
         target = self.config.output_dir if output_dir is None else Path(output_dir)
         with self._outer_parameters():
             component = model_state(self.unwrapped_model(), self.processing_class)
-            state = full_state(component.state_dict())  # all ranks have parts of it, and rank 0 writes it
+            state = full_state(component.state_dict(), self.world)  # all ranks have parts of it, and rank 0 writes it
         if self.world.is_main:
             export_model(component, state, target, overwrite=self.config.overwrite_output_dir)
 
