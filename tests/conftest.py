@@ -35,9 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True)
-def leave_process_group() -> Iterator[None]:
-    """Leave a process group that the test joined, as a run in this process with `parallel.strategy` does."""
+def _leave_process_group() -> Iterator[None]:
+    """Leave a process group that was joined meanwhile, as by a run in this process with `[parallel]` settings."""
 
     def is_joined() -> bool:
         return "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
@@ -46,6 +45,10 @@ def leave_process_group() -> Iterator[None]:
     yield
     if is_joined() and not before:
         sys.modules["torch.distributed"].destroy_process_group()
+
+
+leave_group_of_module = pytest.fixture(autouse=True, scope="module", name="leave_group_of_module")(_leave_process_group)
+leave_group_of_test = pytest.fixture(autouse=True, name="leave_group_of_test")(_leave_process_group)
 
 
 @pytest.fixture(scope="session")
