@@ -82,8 +82,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
 def assert_equal_curves(curve: jobs.Curve, expected: jobs.Curve, tolerance: float = TOLERANCE) -> None:
     assert [list(entry) for entry in curve] == [list(entry) for entry in expected]
     for entry, other in zip(curve, expected, strict=True):
-        values, known = (torch.tensor(list(values.values())) for values in (entry, other))
-        torch.testing.assert_close(values, known, rtol=tolerance, atol=tolerance)
+        for name, value in entry.items():
+            # Rounding errors of 50 steps show in gradients before they show in the loss, which is nearly stationary.
+            allowed = 10 * tolerance if SOAK and name == "grad_norm" else tolerance
+            assert value == pytest.approx(other[name], rel=allowed, abs=allowed), (name, entry)
 
 
 def run(pool: Pool, folder: Path, layout: Layout, kind: str, **train: Any) -> list[jobs.Curve]:
