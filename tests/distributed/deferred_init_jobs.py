@@ -73,7 +73,7 @@ def _built(create: Callable[[], BaseTrainer]) -> Built:
     peak, model = peak_bytes(prepare), trainers[0].unwrapped_model()
     parts: list[Any] = [p for p in model.parameters() if not p.is_meta]
     own = sum((p.to_local() if hasattr(p, "placements") else p).nbytes for p in parts)
-    return Built(peak, own, full_state(lazy_gather_state(model, model.state_dict())))
+    return Built(peak, own, full_state(lazy_gather_state(model, model.state_dict()), trainers[0].world))
 
 
 def error_of_different_seeds(folder: Path, settings: dict[str, Any]) -> str:
