@@ -119,3 +119,20 @@ def torchao() -> Iterator[ModuleType]:
             importlib.import_module(f"torchao.{part}")
         yield package
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """The lm_eval package, with warnings ignored and a temporary datasets cache."""
+    pytest.importorskip("lm_eval", reason="needs the package 'lm-eval': pip install 'whimbrel[lm-eval]'")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setenv("DISABLE_MULTIPROC", "1")
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+        import lm_eval
+        import lm_eval.api.instance
+        import lm_eval.evaluator
+        import lm_eval.models.huggingface
+        import lm_eval.tasks
+
+        yield lm_eval

@@ -6,14 +6,13 @@ Compares lm-eval with transformers, lm-eval with our adapter, and `whimbrel.eval
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.support.lm_eval_tasks import TASK_FILES, arguments, published, records, write_spec
 
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.evaluate import TASKS, Scorer, evaluate_tasks, perplexity
@@ -22,63 +21,12 @@ from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.tokenization import train_tokenizer
 
-TASK_FILES = {
-    "arc_challenge": "arc/arc_challenge",
-    "arc_easy": "arc/arc_easy",
-    "hellaswag": "hellaswag/hellaswag",
-    "lambada": "lambada/lambada_openai",
-    "piqa": "piqa/piqa",
-    "winogrande": "winogrande/default",
-}
 LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": True}
 TOLERANCE = 1e-3
 TEMPLATE = (
     "{% for turn in messages %}{{ bos_token }}{{ turn.role }}: {{ turn.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}{{ bos_token }}assistant:{% endif %}"
 )
-
-
-def published(name: str, record: dict[str, Any]) -> dict[str, Any]:
-    """Convert a record from the short form to the published form, which lm-eval reads."""
-    if name.startswith("arc"):
-        labels = list("ABCDE"[: len(record["choices"])])
-        question = record["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
-        choices = {"text": record["choices"], "label": labels}
-        return {"question": question, "choices": choices, "answerKey": labels[record["gold"]]}
-    if name == "piqa":
-        goal = record["query"].removeprefix("Question: ").removesuffix("\n")
-        return {"goal": goal, "sol1": record["choices"][0], "sol2": record["choices"][1], "label": record["gold"]}
-    if name == "lambada":
-        return {"text": f"{record['context']} {record['continuation']}"}
-    if name == "winogrande":
-        first, second = record["context_options"]
-        same = next(number for number, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1)
-        cut = first.rfind(" ", 0, same) + 1
-        sentence = f"{first[:cut]}_ {record['continuation']}"
-        return {
-            "sentence": sentence,
-            "option1": first[cut:],
-            "option2": second[cut:],
-            "answer": str(record["gold"] + 1),
-        }
-    return record
-
-
-@pytest.fixture(scope="module")
-def lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """The lm_eval package, with warnings ignored and a temporary datasets cache."""
-    pytest.importorskip("lm_eval", reason="needs the package 'lm-eval': pip install 'whimbrel[lm-eval]'")
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setenv("DISABLE_MULTIPROC", "1")
-        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
-        import lm_eval
-        import lm_eval.api.instance
-        import lm_eval.evaluator
-        import lm_eval.models.huggingface
-        import lm_eval.tasks
-
-        yield lm_eval
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +59,8 @@ def specs(lm_eval: ModuleType, fixtures: Path, tmp_path_factory: pytest.TempPath
     for name, task_file in TASK_FILES.items():
         lines = [json.dumps(published(name, record)) for record in records(fixtures, name)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-        files = dict.fromkeys(("train", "validation", "test"), str(folder / f"{name}.jsonl"))
-        task_config = {
-            "include": str(Path(lm_eval.__file__).parent / "tasks" / f"{task_file}.yaml"),
-            "task": name,
-            "dataset_path": "json",
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": files},
-        }
-        (folder / f"{name}.yaml").write_text(json.dumps(task_config))  # JSON is YAML
-        paths[name] = str(folder / f"{name}.yaml")
+        files = dict.fromkeys(("train", "validation", "test"), folder / f"{name}.jsonl")
+        paths[name] = write_spec(folder / f"{name}.yaml", task_file, files)
     return paths
 
 
@@ -153,11 +93,6 @@ def results(lm_eval: ModuleType, specs: dict[str, str], hf_lm: Any, directory: P
     }
 
 
-def records(fixtures: Path, name: str) -> list[dict[str, Any]]:
-    text = (fixtures / "eval" / f"{TASKS[name].file}.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def instances(lm_eval: ModuleType, kind: str, arguments: list[tuple]) -> list[Any]:
     make = lm_eval.api.instance.Instance
     return [make(request_type=kind, doc={}, arguments=args, idx=index) for index, args in enumerate(arguments)]
@@ -173,15 +108,8 @@ def test_published_and_short_records_are_equal(specs, fixtures, name):
 def test_questions_equal_lm_eval(results, specs, name):
     """The context and continuation of every choice that lm-eval passed to the model."""
     items = read_items(TASKS[name], Path(specs[name]).with_suffix(".jsonl"))
-    requested = [tuple(map(tuple, _arguments(sample))) for sample in results["hf"]["samples"][name]]
+    requested = [tuple(map(tuple, arguments(sample))) for sample in results["hf"]["samples"][name]]
     assert [item.pairs for item in items] == requested
-
-
-def _arguments(sample: dict[str, Any]) -> list[list[str]]:
-    table = sample["arguments"]
-    if isinstance(table, dict):
-        return [[choice["arg_0"], choice["arg_1"]] for choice in table.values()]
-    return list(table)
 
 
 @pytest.mark.parametrize("name", TASKS)

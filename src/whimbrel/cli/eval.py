@@ -1,8 +1,8 @@
-"""`whimbrel eval MODEL --tasks NAMES --text SOURCE`."""
+"""`whimbrel eval MODEL --tasks NAMES --generate FILE --text SOURCE`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,54 +18,105 @@ if TYPE_CHECKING:
 __all__ = ["evaluate"]
 
 
+Tasks = Annotated[
+    str | None,
+    typer.Option(
+        help="arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande, gsm8k (comma-separated), or all: those "
+        "before gsm8k."
+    ),
+]
+Data = Annotated[
+    Path | None, typer.Option(help="Directory of the task files. (default: WHIMBREL_EVAL_DATA, or data/eval)")
+]
+Generate = Annotated[
+    list[Path] | None,
+    typer.Option(help="Generate answers to the questions in a jsonl file and report exact match; can be repeated."),
+]
+Text = Annotated[
+    list[str] | None,
+    typer.Option(help="Compute bits per byte of text (a source as in `prepare`) or token shards; can be repeated."),
+]
+Shots = Annotated[
+    int | None, typer.Option(min=0, help="Few-shot examples per question. (default: 5 for gsm8k, otherwise 0)")
+]
+ShotsData = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of few-shot examples, or directory with TASK_train.jsonl. (default: TASK_train.jsonl next to the "
+        "task's file, otherwise that file)"
+    ),
+]
+Multiturn = Annotated[
+    bool | None,
+    typer.Option(
+        "--multiturn/--no-multiturn",
+        help="With --chat: few-shot examples are turns of the conversation (default), or part of one user message.",
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(min=1, help="Maximum number of tokens of a generated answer. (default: 256)")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Stop string of generated answers, instead of the task's; can be repeated.")
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Use only the first N items of each task, or documents of each text.")
+]
+BatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Maximum number of sequences per forward pass. (default: as many as fit)")
+]
+Dtype = Annotated[
+    Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of the weights. (default: as stored)")
+]
+
+
 def evaluate(
     model: Model,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande (comma-separated), or all."),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the task files. (default: WHIMBREL_EVAL_DATA, or data/eval)"),
-    ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="Compute bits per byte of text (a source as in `prepare`) or token shards; can be repeated."),
-    ] = None,
+    tasks: Tasks = None,
+    data: Data = None,
+    generate: Generate = None,
+    text: Text = None,
     text_key: Annotated[str, typer.Option(help="The text field of parquet and jsonl sources.")] = "text",
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first N items of each task, or documents of each text.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of sequences per forward pass. (default: as many as fit)")
-    ] = None,
-    dtype: Annotated[
-        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of the weights. (default: as stored)")
-    ] = None,
+    shots: Shots = None,
+    shots_data: ShotsData = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Render prompts with the model's chat template.")] = False,
+    multiturn: Multiturn = None,
+    max_new_tokens: MaxNewTokens = None,
+    stop: Stop = None,
+    limit: Limit = None,
+    batch_size: BatchSize = None,
+    dtype: Dtype = None,
     quantize: Quantize = None,
     parse_special: ParseSpecial = True,
     device: Device = None,
     tokenizer: TokenizerPath = None,
     out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
+    log_samples: Annotated[
+        bool, typer.Option("--log-samples", help="Include every prompt with its scores or answer in --out.")
+    ] = False,
 ) -> None:
-    """Evaluate a model: accuracy on multiple-choice tasks, and bits per byte of text.
+    """Evaluate a model: accuracy on multiple-choice tasks, exact match of generated answers, bits per byte of text.
 
-    Tasks are zero-shot, with the prompts and scoring of lm-eval, from local files.
+    Tasks have the prompts and the scoring of lm-eval, and are read from local files.
     """
     import torch
 
-    from whimbrel.evaluate import TASKS, Scorer, evaluate_tasks
-    from whimbrel.evaluate.evaluation import results_to_dict, write_results
-    from whimbrel.evaluate.tasks import find_file, find_task
+    from whimbrel.evaluate import TASKS, GenerationOptions, PromptOptions, Scorer
+    from whimbrel.evaluate.evaluation import evaluate_questions, read_tasks, results_to_dict, write_results
     from whimbrel.train.device import choose_device
 
-    if tasks is None and not text:
-        raise ConfigError(f"expected --tasks ({', '.join(TASKS)}) or --text")
+    names = list(TASKS) if tasks == "all" else [] if tasks is None else [name.strip() for name in tasks.split(",")]
     if out is not None and out.is_dir():
         raise ConfigError(f"expected a file for --out, got the directory {out}")
-    names = list(TASKS) if tasks == "all" else [] if tasks is None else [name.strip() for name in tasks.split(",")]
-    for name in names:
-        find_file(find_task(name), data)  # before loading the model
+    if log_samples and out is None:
+        raise ConfigError("expected --out with --log-samples, which adds the samples to that file")
+    prompt_options = {"--shots": shots, "--shots-data": shots_data, "--chat": chat or None, "--multiturn": multiturn}
+    _check_sources(names, generate, text, prompt_options, {"--max-new-tokens": max_new_tokens, "--stop": stop})
+    _check_chat(chat, multiturn, parse_special)
+    prompts = PromptOptions(shots=shots, shots_data=shots_data, chat=chat, multiturn=multiturn is not False)
+    generation = GenerationOptions(max_new_tokens=max_new_tokens or 256, stop=stop)
+    # Before loading the model, which may take minutes.
+    questions = read_tasks(names, data, files=generate or (), prompts=prompts, limit=limit) if names or generate else {}
     scorer = Scorer.load(
         model,
         tokenizer=tokenizer,
@@ -75,16 +126,56 @@ def evaluate(
         parse_special=parse_special,
     )
     progress = ProgressBar()
-    task_results = {}
-    if names:
-        task_results = evaluate_tasks(scorer, names, data, limit=limit, batch_size=batch_size, progress=progress)
+    task_results = evaluate_questions(
+        scorer, questions, prompts=prompts, generation=generation, batch_size=batch_size, progress=progress
+    )
     text_results = {source: _score_text(scorer, source, text_key, limit, batch_size, progress) for source in text or ()}
     _print_results(task_results, text_results)  # before writing, which may fail
     if out is not None:
-        settings = {"limit": limit, "batch_size": batch_size, "quantize": quantize, "parse_special": parse_special}
-        write_results(
-            out, results_to_dict(scorer, str(model), tasks=task_results, texts=text_results, settings=settings)
+        settings = {
+            "limit": limit,
+            "batch_size": batch_size,
+            "quantize": quantize,
+            "parse_special": parse_special,
+            "chat": chat,
+            "multiturn": prompts.multiturn,
+            "max_new_tokens": generation.max_new_tokens,
+            "stop": stop,
+        }
+        results = results_to_dict(
+            scorer, str(model), tasks=task_results, texts=text_results, settings=settings, log_samples=log_samples
         )
+        write_results(out, results)
+
+
+def _check_sources(
+    names: Sequence[str],
+    generate: Sequence[Path] | None,
+    text: Sequence[str] | None,
+    prompt_options: Mapping[str, object],
+    generation_options: Mapping[str, object],
+) -> None:
+    """Raise if there is nothing to evaluate, or for options that would have no effect on it."""
+    from whimbrel.evaluate import GENERATIVE_TASKS, TASKS
+
+    if not names and not generate and not text:
+        raise ConfigError(f"expected --tasks ({', '.join([*TASKS, *GENERATIVE_TASKS])}), --generate or --text")
+    unused = {}
+    if not names and not generate:
+        unused = {**prompt_options, **generation_options}
+    elif not generate and not GENERATIVE_TASKS.keys() & set(names):
+        unused = {**generation_options}
+    given = [option for option, value in unused.items() if value is not None]
+    if given:
+        needed = "--tasks or --generate" if given[0] in prompt_options else "--generate or --tasks gsm8k"
+        raise ConfigError(f"{given[0]} needs {needed}: add one or omit it")
+
+
+def _check_chat(chat: bool, multiturn: bool | None, parse_special: bool) -> None:
+    if multiturn is not None and not chat:
+        raise ConfigError(f"--{'' if multiturn else 'no-'}multiturn needs --chat: add it or omit this option")
+    if chat and not parse_special:
+        raise ConfigError("--chat cannot be combined with --no-parse-special: chat templates write special tokens")
 
 
 def _score_text(
@@ -110,6 +201,8 @@ def _print_results(tasks: Mapping[str, TaskResult], texts: Mapping[str, TextResu
             ),
         )
     for name, result in tasks.items():
+        if result.shots:
+            print(f"{name}: {result.shots} few-shot examples per question from {result.shots_file}")
         if result.truncated:
             print(f"{name}: {result.truncated:,} contexts were truncated to fit into the model's context")
     if texts:

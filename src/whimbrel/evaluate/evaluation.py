@@ -18,11 +18,23 @@ import whimbrel
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_file, sha256_file
 from whimbrel.base.progress import NoProgress, Progress
-from whimbrel.evaluate.scoring import Scorer, is_truncated
-from whimbrel.evaluate.tasks import Estimate, Item, Task, find_file, find_task, read_items
+from whimbrel.evaluate.generation import GenerationOptions, evaluate_answers, generate_answers
+from whimbrel.evaluate.prompts import PromptOptions, Questions, format_item, read_questions
+from whimbrel.evaluate.records import Item
+from whimbrel.evaluate.scoring import Score, Scorer, is_truncated
+from whimbrel.evaluate.tasks import ChoiceTask, Estimate, GenerativeTask, find_file, find_task, generative_task
 from whimbrel.evaluate.text_perplexity import TextResult
 
-__all__ = ["TaskResult", "evaluate_items", "evaluate_tasks", "results_to_dict", "write_results"]
+__all__ = [
+    "TaskQuestions",
+    "TaskResult",
+    "evaluate_items",
+    "evaluate_questions",
+    "evaluate_tasks",
+    "read_tasks",
+    "results_to_dict",
+    "write_results",
+]
 
 TEXT_METRICS = ("bits_per_byte", "bits_per_token", "perplexity", "documents", "tokens", "bytes", "loglikelihood")
 
@@ -39,6 +51,47 @@ class TaskResult:
     """Hash of the formatted prompts and answers; results with equal hashes are comparable."""
     file: str
     file_sha256: str
+    shots: int
+    """Number of few-shot examples."""
+    shots_file: str | None
+    samples: Sequence[Mapping[str, Any]]
+    """Each item with its prompt, the scores or the generated answer, and the value of each metric."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskQuestions:
+    """A task whose files have been read."""
+
+    task: ChoiceTask | GenerativeTask
+    path: Path
+    questions: Questions
+
+
+def read_tasks(
+    tasks: Sequence[str],
+    data: str | os.PathLike[str] | None = None,
+    *,
+    files: Sequence[str | os.PathLike[str]] = (),
+    prompts: PromptOptions | None = None,
+    limit: int | None = None,
+) -> dict[str, TaskQuestions]:
+    """Read the files of tasks by name, in the directory `data`, and `files` of questions with generated answers.
+
+    Needs no model, so that errors in files appear before it is loaded.
+    """
+    if not tasks and not files:
+        raise ConfigError("expected at least one task, got none")
+    named: dict[str, tuple[ChoiceTask | GenerativeTask, Path]] = {}
+    for name in tasks:
+        task = find_task(name)
+        named[name] = task, find_file(task, data)
+    for file in files:
+        named[str(file)] = generative_task(Path(file)), Path(file)
+    prompts = prompts or PromptOptions()
+    return {
+        name: TaskQuestions(task=task, path=path, questions=read_questions(task, path, prompts, limit))
+        for name, (task, path) in named.items()
+    }
 
 
 def evaluate_tasks(
@@ -46,38 +99,86 @@ def evaluate_tasks(
     tasks: Sequence[str],
     data: str | os.PathLike[str] | None = None,
     *,
+    files: Sequence[str | os.PathLike[str]] = (),
+    prompts: PromptOptions | None = None,
+    generation: GenerationOptions | None = None,
     limit: int | None = None,
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, TaskResult]:
-    """Evaluate tasks by name, with files in the directory `data`; all files are read before the first task starts."""
-    if not tasks:
-        raise ConfigError("expected at least one task, got none")
-    resolved = {name: (find_task(name), find_file(find_task(name), data)) for name in tasks}
-    items = {name: read_items(task, path, limit) for name, (task, path) in resolved.items()}
+    """Evaluate tasks by name, and `files` of questions; see `read_tasks`. All files are read before the first one."""
+    questions = read_tasks(tasks, data, files=files, prompts=prompts, limit=limit)
+    return evaluate_questions(
+        scorer, questions, prompts=prompts, generation=generation, batch_size=batch_size, progress=progress
+    )
+
+
+def evaluate_questions(
+    scorer: Scorer,
+    tasks: Mapping[str, TaskQuestions],
+    *,
+    prompts: PromptOptions | None = None,
+    generation: GenerationOptions | None = None,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, TaskResult]:
+    """Evaluate tasks whose files have been read; `prompts` are those they were read with."""
+    prompts, generation = prompts or PromptOptions(), generation or GenerationOptions()
+    template = scorer.chat_template if prompts.chat else None
     results = {}
-    for name, (task, path) in resolved.items():
-        metrics, truncated = evaluate_items(scorer, task, items[name], batch_size=batch_size, progress=progress)
+    for name, each in tasks.items():
+        task, questions = each.task, each.questions
+        formatted = [
+            format_item(task, item, examples, template, multiturn=prompts.multiturn)
+            for item, examples in zip(questions.items, questions.examples, strict=True)
+        ]
+        if isinstance(task, GenerativeTask):
+            stops = (*task.stop,) if template is None else (*task.chat_stop, *template.stop_strings)
+            answers = generate_answers(
+                scorer,
+                [item.pairs[0][0] for item in formatted],
+                stops if generation.stop is None else generation.stop,
+                max_new_tokens=generation.max_new_tokens,
+                batch_size=batch_size,
+                progress=progress,
+            )
+            metrics, samples = evaluate_answers(task, questions.items, answers)
+            samples = [{"prompt": item.pairs[0][0], **sample} for item, sample in zip(formatted, samples, strict=True)]
+            truncated = sum(answer.truncated for answer in answers)
+        else:
+            scored, truncated = _score_items(scorer, formatted, batch_size, progress)
+            metrics, samples = _aggregate(task, formatted, scored), _samples(task, formatted, scored)
         results[name] = TaskResult(
             metrics=metrics,
-            items=len(items[name]),
+            items=len(formatted),
             truncated=truncated,
-            items_sha256=_digest(items[name]),
-            file=path.name,
-            file_sha256=sha256_file(path),
+            items_sha256=_digest(formatted),
+            file=each.path.name,
+            file_sha256=sha256_file(each.path),
+            shots=questions.shots,
+            shots_file=None if questions.shots_file is None else questions.shots_file.name,
+            samples=samples,
         )
     return results
 
 
 def evaluate_items(
     scorer: Scorer,
-    task: Task,
+    task: ChoiceTask,
     items: Sequence[Item],
     *,
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Estimate], int]:
-    """The metrics of a task on these items, and the number of truncated contexts."""
+    """The metrics of a multiple-choice task on these items, and the number of truncated contexts."""
+    scores, truncated = _score_items(scorer, items, batch_size, progress)
+    return _aggregate(task, items, scores), truncated
+
+
+def _score_items(
+    scorer: Scorer, items: Sequence[Item], batch_size: int | None, progress: Progress | None
+) -> tuple[list[list[Score]], int]:
+    """The scores of the choices of each item, and the number of truncated contexts."""
     progress, length = progress or NoProgress(), scorer.model.config.context_length
     pairs = scorer.encode_pairs([pair for item in items for pair in item.pairs])
     progress.start(sum(min(length, len(pair.context) + len(pair.continuation) - 1) for pair in pairs), "tokens")
@@ -86,12 +187,29 @@ def evaluate_items(
         progress.finish()
     finally:
         progress.close()
-    scored = [(item, list(islice(scores, len(item.pairs)))) for item in items]
-    metrics = {
-        name: metric.aggregate([metric.evaluate(item, item_scores) for item, item_scores in scored])
+    scored = [list(islice(scores, len(item.pairs))) for item in items]
+    return scored, sum(is_truncated(pair, length) for pair in pairs)
+
+
+def _aggregate(task: ChoiceTask, items: Sequence[Item], scores: Sequence[Sequence[Score]]) -> dict[str, Estimate]:
+    return {
+        name: metric.aggregate([metric.evaluate(item, each) for item, each in zip(items, scores, strict=True)])
         for name, metric in task.metrics.items()
     }
-    return metrics, sum(is_truncated(pair, length) for pair in pairs)
+
+
+def _samples(task: ChoiceTask, items: Sequence[Item], scores: Sequence[Sequence[Score]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "choices": [
+                {"context": context, "continuation": text, "loglikelihood": score, "is_greedy": is_greedy}
+                for (context, text), (score, is_greedy) in zip(item.pairs, item_scores, strict=True)
+            ],
+            "gold": item.gold,
+            **{name: metric.evaluate(item, item_scores) for name, metric in task.metrics.items()},
+        }
+        for item, item_scores in zip(items, scores, strict=True)
+    ]
 
 
 def _digest(items: Sequence[Item]) -> str:
@@ -105,8 +223,12 @@ def results_to_dict(
     tasks: Mapping[str, TaskResult],
     texts: Mapping[str, TextResult],
     settings: Mapping[str, Any],
+    log_samples: bool = False,
 ) -> dict[str, Any]:
-    """The results with everything needed to interpret and reproduce them: model, settings, data hashes, versions."""
+    """The results with everything needed to interpret and reproduce them: model, settings, data hashes, versions.
+
+    `log_samples` includes every item.
+    """
     model = scorer.model
     return {
         "model": {
@@ -117,7 +239,7 @@ def results_to_dict(
             "tokenizer": scorer.tokenizer.fingerprint,
         },
         "settings": dict(settings) | {"device": str(model.token_embedding.weight.device)},
-        "tasks": {name: _task_to_dict(result) for name, result in tasks.items()},
+        "tasks": {name: _task_to_dict(result, log_samples) for name, result in tasks.items()},
         "texts": {name: {metric: getattr(result, metric) for metric in TEXT_METRICS} for name, result in texts.items()},
         "versions": {
             "whimbrel": whimbrel.__version__,
@@ -133,7 +255,7 @@ def write_results(path: str | os.PathLike[str], results: Mapping[str, Any]) -> N
         file.write(json.dumps(results, indent=2) + "\n")
 
 
-def _task_to_dict(result: TaskResult) -> dict[str, Any]:
+def _task_to_dict(result: TaskResult, log_samples: bool) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, estimate in result.metrics.items():
         values |= {name: estimate.value, f"{name}_stderr": estimate.stderr}
@@ -143,4 +265,7 @@ def _task_to_dict(result: TaskResult) -> dict[str, Any]:
         "items_sha256": result.items_sha256,
         "file": result.file,
         "file_sha256": result.file_sha256,
+        "shots": result.shots,
+        "shots_file": result.shots_file,
+        **({"samples": list(result.samples)} if log_samples else {}),
     }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from whimbrel.base.errors import ConfigError, MissingExtraError, RequestError
+from whimbrel.evaluate.generation import split_stops
 from whimbrel.evaluate.scoring import Scorer
 from whimbrel.inference import LLM, Request, SamplingParams
 from whimbrel.model_io import load
@@ -58,9 +59,8 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         self._device = choose_device(device)
         self._batch_size = None if batch_size == "auto" else int(batch_size)
         loaded = load(pretrained, tokenizer=tokenizer, device=self._device, dtype=DTYPES[dtype], quantize=quantize)
-        self.scorer = Scorer(loaded.model, loaded.tokenizer, loaded.generation_config.bos_token_id)
+        self.scorer = Scorer.from_loaded(loaded)
         self._source = loaded.path
-        self._eos_ids = frozenset(loaded.generation_config.eos_token_ids)
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would generate it."""
@@ -115,8 +115,10 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         max_prompt = max(1, self.scorer.model.config.context_length - count)
         prompt = self.scorer.encode_prompt(context)[-max_prompt:]
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
-        request = Request(prompt_ids=tuple(prompt), max_new_tokens=count, sampling=sampling, stop_ids=self._eos_ids)
-        return request, stops
+        strings, ids = split_stops(self.scorer.tokenizer, stops)
+        stop_ids = self.scorer.eos_ids | {self.scorer.tokenizer.eot_id} | ids
+        request = Request(prompt_ids=tuple(prompt), max_new_tokens=count, sampling=sampling, stop_ids=stop_ids)
+        return request, strings
 
 
 if __name__ == "__main__":

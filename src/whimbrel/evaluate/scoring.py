@@ -17,9 +17,9 @@ import torch
 from whimbrel.base.errors import ConfigError, DataError, PrecisionError
 from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.inference import Engine, EngineConfig, Request, encode_prompt
-from whimbrel.model_io import load
+from whimbrel.model_io import LoadedModel, load
 from whimbrel.models import GPT
-from whimbrel.tokenization import Tokenizer
+from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Tokenizer
 
 __all__ = ["Pair", "Score", "Scorer", "Window", "is_truncated", "score", "windows"]
 
@@ -157,6 +157,9 @@ class Scorer:
     """The token before a text without context: BOS, or EOS if there is none."""
     parse_special: bool = True
     """Whether special tokens in a text are parsed, as in lm-eval, or treated as plain text."""
+    eos_ids: frozenset[int] = frozenset()
+    """Tokens that end a generated answer, in addition to the tokenizer's end-of-text token."""
+    chat_template: ChatTemplate = DEFAULT_CHAT_TEMPLATE
 
     @classmethod
     def load(
@@ -171,7 +174,19 @@ class Scorer:
     ) -> Scorer:
         """Load a model and its tokenizer; see `whimbrel.model_io.load`."""
         loaded = load(path, tokenizer=tokenizer, device=device, dtype=dtype, quantize=quantize)
-        return cls(loaded.model, loaded.tokenizer, loaded.generation_config.bos_token_id, parse_special)
+        return cls.from_loaded(loaded, parse_special=parse_special)
+
+    @classmethod
+    def from_loaded(cls, loaded: LoadedModel, *, parse_special: bool = True) -> Scorer:
+        """A scorer for what `whimbrel.model_io.load` returned."""
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            loaded.generation_config.bos_token_id,
+            parse_special,
+            frozenset(loaded.generation_config.eos_token_ids),
+            loaded.chat_template or DEFAULT_CHAT_TEMPLATE,
+        )
 
     def encode_pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
         """Tokenize (context, continuation) texts.

@@ -1,46 +1,62 @@
-"""Multiple-choice tasks: file formats, prompts as in lm-eval, and metrics.
+"""Tasks: file formats, prompts as in lm-eval, and metrics.
 
 A line of a task file is a record as the dataset was published, or in the short form {query, choices, gold}.
 """
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
 import math
 import os
 import re
 import statistics
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.evaluate.records import (
+    LABELED,
+    MESSAGES,
+    NUMBER,
+    NUMBER_OR_DIGITS,
+    ONE_OR_TWO,
+    SENTENCE,
+    SOLUTION,
+    SUFFIXES,
+    TEXT,
+    TEXTS,
+    Item,
+    Record,
+    RecordFormat,
+    parse_record,
+    read_records,
+)
 from whimbrel.evaluate.scoring import Score
 from whimbrel.models.held_out_loss import perplexity
 
-__all__ = ["DATA_ENV_VAR", "TASKS", "Estimate", "Item", "Metric", "Task", "find_file", "find_task", "read_items"]
+__all__ = [
+    "DATA_ENV_VAR",
+    "GENERATIVE_TASKS",
+    "TASKS",
+    "ChoiceTask",
+    "Estimate",
+    "GenerativeTask",
+    "Metric",
+    "Task",
+    "find_examples",
+    "find_file",
+    "find_task",
+    "generative_task",
+    "mean",
+    "read_items",
+    "read_task_file",
+]
 
 DATA_ENV_VAR = "WHIMBREL_EVAL_DATA"
 """Environment variable with the directory of the task files."""
 DEFAULT_DIRECTORY = Path("data", "eval")
-SUFFIXES = (".jsonl", ".jsonl.gz")
-Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One question."""
-
-    pairs: tuple[tuple[str, str], ...]
-    """Context and continuation of each choice."""
-    gold: int
-    """Index of the correct choice."""
-    lengths: tuple[int, ...]
-    """Characters of each choice."""
 
 
 # Metrics
@@ -61,15 +77,16 @@ class Metric(NamedTuple):
     aggregate: Callable[[Sequence[float]], Estimate]
 
 
-def _mean(values: Sequence[float]) -> Estimate:
+def mean(values: Sequence[float]) -> Estimate:
+    """The mean and its standard error."""
     stderr = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Estimate(statistics.fmean(values), stderr)
 
 
 def _perplexity(loglikelihoods: Sequence[float]) -> Estimate:
     """The standard error is that of the mean, propagated through the exponential to first order."""
-    mean, stderr = _mean(loglikelihoods)
-    value = perplexity(-mean)
+    loglikelihood, stderr = mean(loglikelihoods)
+    value = perplexity(-loglikelihood)
     return Estimate(value, None if stderr is None else value * stderr)
 
 
@@ -83,84 +100,65 @@ def _is_correct_per_character(item: Item, scores: Sequence[Score]) -> float:
     return float(_argmax(per_character) == item.gold)
 
 
-ACCURACY = Metric(lambda item, scores: float(_argmax([each.loglikelihood for each in scores]) == item.gold), _mean)
+ACCURACY = Metric(lambda item, scores: float(_argmax([each.loglikelihood for each in scores]) == item.gold), mean)
 """The most likely choice is correct."""
-NORMALIZED_ACCURACY = Metric(_is_correct_per_character, _mean)
+NORMALIZED_ACCURACY = Metric(_is_correct_per_character, mean)
 """The choice with the highest log-likelihood per character is correct; does not favor short answers."""
-EXACT_MATCH = Metric(lambda item, scores: float(scores[item.gold].is_greedy), _mean)
+EXACT_MATCH = Metric(lambda item, scores: float(scores[item.gold].is_greedy), mean)
 """Greedy decoding generates the correct answer."""
 PERPLEXITY = Metric(lambda item, scores: scores[item.gold].loglikelihood, _perplexity)
 """The exponential of the mean negative log-likelihood per answer (not per token)."""
 CHOICE_METRICS = {"acc": ACCURACY, "acc_norm": NORMALIZED_ACCURACY}
 
 
-# Records
+# Tasks
 
 
-class FieldType(NamedTuple):
-    """The type of a field in a record."""
-
-    description: str
-    is_valid: Callable[[Any], bool]
-
-
-def _is_valid_string(value: object) -> bool:
-    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
-
-
-def _is_string_list(value: object) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and all(map(_is_valid_string, value))
-
-
-def _is_labeled(value: object) -> bool:
-    texts, labels = (value.get("text"), value.get("label")) if isinstance(value, dict) else (None, None)
-    return _is_string_list(texts) and _is_string_list(labels) and len(texts) == len(labels)
-
-
-TEXT = FieldType("a valid Unicode string", _is_valid_string)
-TEXTS = FieldType("a list of strings", _is_string_list)
-SENTENCE = FieldType("a sentence with _ in place of a name", lambda value: _is_valid_string(value) and "_" in value)
-LABELED = FieldType("an object with 'text' and 'label', two lists of strings of equal length", _is_labeled)
-NUMBER = FieldType("a 0-based integer index", lambda value: type(value) is int)
-NUMBER_OR_DIGITS = FieldType(NUMBER.description, lambda value: bool(re.fullmatch("[0-9]{1,9}", str(value))))
-ONE_OR_TWO = FieldType('"1" or "2"', lambda value: value in ("1", "2"))
-
-
-class RecordFormat(NamedTuple):
-    """A format of records."""
-
-    fields: Mapping[str, FieldType]
-    """Required fields; the presence of the first identifies the format."""
-    read: Callable[[Record], Item]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A set of questions and its metrics."""
+    """A set of questions."""
 
     name: str
     file: str
     """The file name without `.jsonl` or `.jsonl.gz`."""
     formats: Sequence[RecordFormat]
-    metrics: Mapping[str, Metric]
+    shots: int = 0
+    """Default number of few-shot examples."""
+    target_delimiter: str = " "
+    """What each continuation starts with to separate it from its context; left out after a chat template."""
+    draws_one_more: bool = False
+    """Whether one example more than needed is drawn even from another file. lm-eval does that if the split of the
+    examples has the same name as the test split in the task's config; both are unset if there is no test split."""
 
     def item(self, record: Record) -> Item:
         """Convert a record; raises DataError for missing or invalid fields."""
-        record_format = next(
-            (candidate for candidate in self.formats if next(iter(candidate.fields)) in record), self.formats[-1]
-        )
-        for field, field_type in record_format.fields.items():
-            if field not in record:
-                expected = " or ".join(f"({', '.join(each.fields)})" for each in self.formats)
-                raise DataError(f"expected fields {expected}, got ({', '.join(record)}): '{field}' is missing")
-            if not field_type.is_valid(record[field]):
-                raise DataError(f"expected {field_type.description} in '{field}', got {json.dumps(record[field]):.60}")
-        item = record_format.read(record)
-        if not 0 <= item.gold < len(item.pairs):
-            raise DataError(f"expected the index of the correct choice below {len(item.pairs)}, got {item.gold}")
-        if not all(item.lengths):
-            raise DataError("expected non-empty choices, got an empty one")
-        return item
+        return parse_record(self.formats, record)
+
+    def example(self, item: Item) -> tuple[str, str]:
+        """The question and the correct answer, as a few-shot example shows them."""
+        context, continuation = item.pairs[item.gold]
+        return context, continuation.removeprefix(self.target_delimiter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceTask(Task):
+    """Answers are scored by their log-likelihood."""
+
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerativeTask(Task):
+    """Answers are generated and compared with the correct one."""
+
+    filters: Mapping[str, Callable[[str], str]]
+    """Metric name -> function that extracts the answer from the generated text."""
+    normalize: Callable[[str], str]
+    """Applied to the extracted and to the correct answer before they are compared."""
+    stop: Sequence[str]
+    """Stop strings."""
+    chat_stop: Sequence[str]
+    """Stop strings after a chat template, in addition to those of the template."""
 
 
 def _shared_context(context: str, choices: Sequence[str], gold: int) -> Item:
@@ -238,28 +236,130 @@ WINOGRANDE = (
     RecordFormat({"sentence": SENTENCE, "option1": TEXT, "option2": TEXT, "answer": ONE_OR_TWO}, _winogrande),
 )
 
-TASKS: Mapping[str, Task] = {
+
+# Generative tasks: extraction and normalization as in the task gsm8k of lm-eval
+
+INVALID = "[invalid]"
+"""The extracted answer if there is none."""
+IGNORED = (re.compile(","), re.compile(r"\$"), re.compile(r"(?s).*#### "), re.compile(r"\.$"))
+"""Removed in this order from the extracted and the correct answer: thousands separators, currency, the solution."""
+
+
+def _strict_match(text: str) -> str:
+    """The first number after ####."""
+    match = re.search(r"#### (-?[0-9.,]+)", text)
+    return match[1] if match else INVALID
+
+
+def _flexible_extract(text: str) -> str:
+    """The last number."""
+    numbers = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
+    return numbers[-1] if numbers else INVALID
+
+
+def _normalize_number(answer: str) -> str:
+    for pattern in IGNORED:
+        answer = pattern.sub("", answer)
+    return answer.lower()
+
+
+def _question(prompt: str, answer: str) -> Item:
+    return _shared_context(prompt, [answer], 0)
+
+
+def _conversation(record: Record) -> Item:
+    *history, question, answer = ((message["role"], message["content"]) for message in record["messages"])
+    return Item(((question[1], f" {answer[1]}"),), 0, (len(answer[1]),), tuple(history))
+
+
+GSM8K = (
+    RecordFormat(
+        {"question": TEXT, "answer": SOLUTION},
+        lambda record: _question(f"Question: {record['question']}\nAnswer:", record["answer"]),
+    ),
+)
+QUESTIONS = (
+    RecordFormat({"messages": MESSAGES}, _conversation),
+    RecordFormat(
+        {"completion": TEXT, "prompt": TEXT}, lambda record: _question(record["prompt"], record["completion"])
+    ),
+    RecordFormat({"prompt": TEXT, "answer": TEXT}, lambda record: _question(record["prompt"], record["answer"])),
+)
+
+TASKS: Mapping[str, ChoiceTask] = {
     task.name: task
     for task in (
-        Task("arc_challenge", "arc_challenge_test", ARC, CHOICE_METRICS),
-        Task("arc_easy", "arc_easy_test", ARC, CHOICE_METRICS),
-        Task("hellaswag", "hellaswag_val", HELLASWAG, CHOICE_METRICS),
-        Task("lambada", "lambada_openai_test", LAMBADA, {"acc": EXACT_MATCH, "perplexity": PERPLEXITY}),
-        Task("piqa", "piqa_val", PIQA, CHOICE_METRICS),
-        Task("winogrande", "winogrande_val", WINOGRANDE, {"acc": ACCURACY}),
+        ChoiceTask(name="arc_challenge", file="arc_challenge_test", formats=ARC, metrics=CHOICE_METRICS),
+        ChoiceTask(name="arc_easy", file="arc_easy_test", formats=ARC, metrics=CHOICE_METRICS),
+        ChoiceTask(
+            name="hellaswag", file="hellaswag_val", formats=HELLASWAG, metrics=CHOICE_METRICS, draws_one_more=True
+        ),
+        ChoiceTask(
+            name="lambada",
+            file="lambada_openai_test",
+            formats=LAMBADA,
+            metrics={"acc": EXACT_MATCH, "perplexity": PERPLEXITY},
+            target_delimiter="",  # the space is part of the answer, also in few-shot examples and chats
+        ),
+        ChoiceTask(name="piqa", file="piqa_val", formats=PIQA, metrics=CHOICE_METRICS, draws_one_more=True),
+        ChoiceTask(
+            name="winogrande", file="winogrande_val", formats=WINOGRANDE, metrics={"acc": ACCURACY}, draws_one_more=True
+        ),
     )
 }
-"""All tasks by name."""
+"""Multiple-choice tasks by name."""
+
+GENERATIVE_TASKS: Mapping[str, GenerativeTask] = {
+    "gsm8k": GenerativeTask(
+        name="gsm8k",
+        file="gsm8k_test",
+        formats=GSM8K,
+        shots=5,
+        filters={"exact_match_strict": _strict_match, "exact_match_flexible": _flexible_extract},
+        normalize=_normalize_number,
+        stop=("Question:", "</s>", "<|im_end|>"),
+        chat_stop=("Question:", "</s>", "<|im_end|>"),
+    )
+}
+"""Generative tasks by name."""
+
+EXACT_MATCH_TASK = GenerativeTask(
+    name="exact_match",
+    file="exact_match",
+    formats=QUESTIONS,
+    filters={"exact_match": str.strip},
+    normalize=str.strip,
+    stop=("\n\n",),  # ends a few-shot example; the default of lm-eval
+    chat_stop=(),
+)
+"""For files of other questions: the text of the answer has to be equal."""
 
 
 # Files
 
 
-def find_task(name: str) -> Task:
+def find_task(name: str) -> ChoiceTask | GenerativeTask:
     """Raises ConfigError for an unknown name."""
-    if name not in TASKS:
-        raise ConfigError(f"unknown task '{name}': choose from {', '.join(TASKS)}")
-    return TASKS[name]
+    task = TASKS.get(name) or GENERATIVE_TASKS.get(name)
+    if task is None:
+        raise ConfigError(f"unknown task '{name}': choose from {', '.join([*TASKS, *GENERATIVE_TASKS])}")
+    return task
+
+
+def generative_task(path: Path) -> GenerativeTask:
+    """The task of a file of questions and answers, by the fields of its first record."""
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    if not path.is_file():
+        raise DataError(f"no such file: {path}")
+    line, record = next(read_records(path), (0, {"prompt": ""}))  # an empty file is rejected when it is read
+    if "question" in record:
+        return replace(GENERATIVE_TASKS["gsm8k"], name=name, file=name, shots=0)
+    if not {"prompt", "completion", "messages"} & record.keys():
+        raise DataError(
+            f"{path} line {line}: expected fields (question, answer), (prompt, answer), (prompt, completion) or "
+            f"(messages), got ({', '.join(record)})"
+        )
+    return replace(EXACT_MATCH_TASK, name=name, file=name)
 
 
 def find_file(task: Task, data: str | os.PathLike[str] | None = None) -> Path:
@@ -274,42 +374,39 @@ def find_file(task: Task, data: str | os.PathLike[str] | None = None) -> Path:
     return found
 
 
+def find_examples(task: Task, path: Path, shots_data: str | os.PathLike[str] | None = None) -> Path:
+    """The file of few-shot examples for the questions in `path`.
+
+    It is `shots_data`, or in that directory the training split (`piqa_train.jsonl`). By default it is the training
+    split next to `path`, else `path` itself.
+    """
+    if shots_data is not None and not Path(shots_data).is_dir():
+        return Path(shots_data)
+    directory = path.parent if shots_data is None else Path(shots_data)
+    names = [f"{task.name}_train{suffix}" for suffix in SUFFIXES]
+    found = next((candidate for name in names if (candidate := directory / name).is_file()), None)
+    if found is None and shots_data is not None:
+        raise DataError(
+            f"no examples for task {task.name} in {directory} (--shots-data): expected {' or '.join(names)}"
+        )
+    return found or path
+
+
 def read_items(task: Task, path: Path, limit: int | None = None) -> list[Item]:
     """Read the items in a file, at most the first `limit`."""
+    return [item for _, item in read_task_file(task, path, limit)]
+
+
+def read_task_file(task: Task, path: Path, limit: int | None = None) -> list[tuple[Record, Item]]:
+    """Read the records in a file with their items, at most the first `limit`."""
     if limit is not None and limit < 1:
         raise ConfigError(f"limit: expected at least 1, got {limit}")
     items = []
-    for line, record in itertools.islice(_read_records(path), limit):
+    for line, record in itertools.islice(read_records(path), limit):
         try:
-            items.append(task.item(record))
+            items.append((record, task.item(record)))
         except DataError as error:
             raise DataError(f"{path} line {line}: {error}") from error
     if not items:
         raise DataError(f"{path} has no items for task {task.name}")
     return items
-
-
-def _read_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The objects in a JSON Lines file, with their line numbers."""
-    number = 0
-    try:
-        open_text = gzip.open if path.suffix == ".gz" else open
-        # utf-8-sig accepts the byte-order mark that Windows editors add.
-        with open_text(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, _parse_record(line, f"{path} line {number}")
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"cannot read {path} after line {number}: {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 after line {number}: {error.reason}") from error
-
-
-def _parse_record(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line)
-    except (RecursionError, ValueError) as error:  # nested too deeply, or an integer with too many digits
-        raise DataError(f"{where} is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object, got {type(record).__name__}")
-    return record

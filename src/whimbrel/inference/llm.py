@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
+from whimbrel.base.progress import Progress
 from whimbrel.inference.beam import Beam, beam_search
 from whimbrel.inference.detokenizer import TextStream, stream_text
 from whimbrel.inference.engine import Engine, EngineConfig
@@ -43,6 +44,8 @@ class Completion:
     """`stop` if a stop token or a stop string ended it."""
     text: str | None = None
     """Up to the stop string; None without a tokenizer."""
+    hit_stop_string: bool = False
+    """Whether a stop string ended it, not a stop token."""
     logprobs: list[Logprob] = field(default_factory=list)
     """Log-probability of each token before temperature and penalties, if `logprobs` was set."""
 
@@ -148,8 +151,17 @@ class LLM:
         ]
         return self.complete(requests, [stop] * len(requests))
 
-    def complete(self, requests: Sequence[Request], stop: Sequence[Sequence[str]] = ()) -> list[RequestOutput]:
-        """Run requests that may have different settings; `stop` has the stop strings of each request."""
+    def complete(
+        self,
+        requests: Sequence[Request],
+        stop: Sequence[Sequence[str]] = (),
+        *,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Run requests that may have different settings; `stop` has the stop strings of each request.
+
+        `progress` advances by one per completion.
+        """
         stop = stop or [()] * len(requests)
         streams = [
             [self._text_stream(request, strings) for _ in range(request.n)]
@@ -166,10 +178,12 @@ class LLM:
                 if stream is not None and completion.text is not None:
                     completion.text += stream.push(event.token)
                     if stream.stopped:
-                        completion.finish_reason = "stop"
+                        completion.finish_reason, completion.hit_stop_string = "stop", True
                         self._finish(event)
             if event.finish_reason in ("stop", "length") and completion.finish_reason is None:
                 completion.finish_reason = event.finish_reason
+            if progress is not None and event.finish_reason is not None:
+                progress.advance(1)
         for completion, stream in zip(chain(*outputs), chain(*streams), strict=True):
             if stream is not None and completion.text is not None:
                 completion.text += stream.flush()

@@ -50,6 +50,7 @@ def test_tasks_are_printed_and_written(model, fixtures, tmp_path, capsys):
     assert written["model"]["name"] == str(model)
     assert written["model"]["parameters"] == Scorer.load(model).model.num_parameters()
     settings = {"limit": 10, "batch_size": None, "quantize": None, "parse_special": True, "device": "cpu"}
+    settings |= {"chat": False, "multiturn": True, "max_new_tokens": 256, "stop": None}
     assert written["settings"] == settings
     assert written["versions"]["whimbrel"] == package.__version__
     assert written["versions"]["torch"] == torch.__version__
@@ -114,7 +115,7 @@ def test_quantize_and_dtype_options(model, fixtures, tmp_path, capsys):
     [
         (
             (),
-            "expected --tasks (arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande) or --text",
+            "expected --tasks (arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande, gsm8k), --generate or",
         ),
         (("--tasks", "mmlu"), "unknown task 'mmlu': choose from arc_challenge"),
         (("--tasks", "piqa"), "no file for task piqa in data/eval: expected piqa_val.jsonl"),
@@ -126,16 +127,75 @@ def test_quantize_and_dtype_options(model, fixtures, tmp_path, capsys):
             "lambada.jsonl line 1: expected a valid Unicode string in 'text', got 5",
         ),
         (("--tasks", "piqa", "--limit", "0"), "--limit"),
+        (("--generate", "nothing.jsonl"), "no such file: nothing.jsonl"),
+        (("--generate", "empty.txt"), "empty.txt has no items"),
+        (("--generate", "lambada.jsonl"), "lambada.jsonl line 1: expected fields (question, answer), (prompt, answer)"),
+        (("--generate", "questions.jsonl"), "questions.jsonl line 2: expected a solution that ends with '#### '"),
+        (("--tasks", "gsm8k", "--data", "."), "no file for task gsm8k in .: expected gsm8k_test.jsonl"),
+        (("--text", "empty.txt", "--shots", "1"), "--shots needs --tasks or --generate"),
+        (("--text", "empty.txt", "--stop", "x"), "--stop needs --generate or --tasks gsm8k"),
+        (("--tasks", "piqa", "--max-new-tokens", "9"), "--max-new-tokens needs --generate or --tasks gsm8k"),
+        (("--tasks", "piqa", "--no-multiturn"), "--no-multiturn needs --chat"),
+        (("--tasks", "piqa", "--chat", "--no-parse-special"), "--chat cannot be combined with --no-parse-special"),
+        (("--generate", "questions.jsonl", "--limit", "1"), "max_new_tokens: expected less than the model's context"),
+        (("--generate", "questions.jsonl", "--limit", "1", "--stop", ""), "stop: expected non-empty strings"),
+        (("--generate", "questions.jsonl", "--shots-data", "empty.txt"), "expected --shots of at least 1"),
     ],
 )
 def test_invalid_options_are_one_error_line(model, workdir, capsys, options, message):
     Path("empty.txt").touch()
+    Path("questions.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n{"question": "2+2", "answer": "4"}')
     Path("lambada.jsonl").write_text('{"text": 5}')
     assert whimbrel("eval", model, *options, "--out", "results.json") == 2
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
     assert not Path("results.json").exists()
+
+
+def test_generated_answers_are_printed_and_written(model, tmp_path, capsys):
+    questions = [{"prompt": f"Say {letter}", "answer": letter} for letter in "abcd"]
+    file, out = tmp_path / "held-out.jsonl", tmp_path / "results.json"
+    file.write_text("\n".join(map(json.dumps, questions)))
+    options = ("--generate", file, "--shots", 1, "--chat", "--no-multiturn", "--max-new-tokens", 4, "--device", "cpu")
+    assert whimbrel("eval", model, *options, "--out", out, "--log-samples") == 0
+    printed = capsys.readouterr().out
+    table = rows(printed)
+    assert [str(file), "4", "exact_match", "0.0000", "±", "0.0000"] in table
+    assert [row[2] for row in table[1:3]] == ["exact_match", "ended"]
+    assert "1 few-shot examples per question from held-out.jsonl" in printed
+    written = json.loads(out.read_text())
+    result = written["tasks"][str(file)]
+    assert (result["shots"], result["shots_file"], result["items"]) == (1, "held-out.jsonl", 4)
+    assert written["settings"]["chat"] is True
+    assert (written["settings"]["multiturn"], written["settings"]["max_new_tokens"]) == (False, 4)
+    for sample, question in zip(result["samples"], questions, strict=True):
+        asked = sample["prompt"].removeprefix("User: Say ").removesuffix("\nAssistant:")
+        assert asked.endswith(f"\n\nSay {question['answer']}")
+        assert sample["answer"] == question["answer"] != asked[0]
+        assert 0 < sample["tokens"] <= 4
+    assert result["ended"] == sum(sample["finish_reason"] == "eos" for sample in result["samples"]) / 4
+
+
+def test_samples_are_written_on_request_only(model, fixtures, tmp_path, capsys):
+    out = tmp_path / "results.json"
+    options = ("--tasks", "piqa", "--data", fixtures / "eval", "--limit", 2, "--device", "cpu")
+    assert whimbrel("eval", model, *options, "--out", out) == 0
+    assert "samples" not in json.loads(out.read_text())["tasks"]["piqa"]
+    assert whimbrel("eval", model, *options, "--out", out, "--log-samples") == 0
+    samples = json.loads(out.read_text())["tasks"]["piqa"]["samples"]
+    assert [len(sample["choices"]) for sample in samples] == [2, 2]
+    for sample in samples:
+        best = max(range(2), key=lambda index: sample["choices"][index]["loglikelihood"])
+        assert sample["acc"] == (best == sample["gold"])
+    assert whimbrel("eval", model, *options, "--log-samples") == 2
+    assert "expected --out with --log-samples" in capsys.readouterr().err
+
+
+def test_bad_file_is_reported_before_loading(workdir, capsys):
+    Path("questions.jsonl").write_text('{"prompt": "1+1", "answer": 2}')
+    assert whimbrel("eval", "no-such-model", "--generate", "questions.jsonl") == 2
+    assert "questions.jsonl line 1: expected a valid Unicode string in 'answer', got 2" in capsys.readouterr().err
 
 
 def test_missing_file_is_reported_before_loading(workdir, capsys):
