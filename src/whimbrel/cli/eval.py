@@ -202,7 +202,7 @@ def _print_results(tasks: Mapping[str, TaskResult], texts: Mapping[str, TextResu
         )
     for name, result in tasks.items():
         if result.shots:
-            print(f"{name}: {result.shots} few-shot examples per question from {result.shots_file}")
+            print(f"{name}: few-shot examples per question: {result.shots}, from {result.shots_file}")
         if result.truncated:
             print(f"{name}: {result.truncated:,} contexts were truncated to fit into the model's context")
     if texts:

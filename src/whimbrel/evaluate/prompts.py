@@ -99,7 +99,10 @@ def sample_examples(
     """
     rng, drawn = Random(SEED), count + draw_one_more
     if drawn > len(pool):
-        raise DataError(f"{name}: expected at least {drawn} examples for --shots {count}, got {len(pool)}")
+        raise DataError(
+            f"{name}: expected at least {drawn} examples for {count} per question, got {len(pool)}: pass a smaller "
+            "--shots, or more examples with --shots-data"
+        )
     sampled = []
     for record in records:
         indices = rng.sample(range(len(pool)), drawn)

@@ -163,7 +163,7 @@ def test_generated_answers_are_printed_and_written(model, tmp_path, capsys):
     table = rows(printed)
     assert [str(file), "4", "exact_match", "0.0000", "±", "0.0000"] in table
     assert [row[2] for row in table[1:3]] == ["exact_match", "ended"]
-    assert "1 few-shot examples per question from held-out.jsonl" in printed
+    assert "few-shot examples per question: 1, from held-out.jsonl" in printed
     written = json.loads(out.read_text())
     result = written["tasks"][str(file)]
     assert (result["shots"], result["shots_file"], result["items"]) == (1, "held-out.jsonl", 4)

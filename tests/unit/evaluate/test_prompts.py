@@ -66,7 +66,7 @@ def test_file_of_examples(tmp_path):
 @pytest.mark.parametrize(
     ("records", "shots", "message"),
     [
-        (PIQA, 6, "piqa.jsonl: expected at least 7 examples for --shots 6, got 6"),
+        (PIQA, 6, "piqa.jsonl: expected at least 7 examples for 6 per question, got 6: pass a smaller --shots"),
         ([PIQA[0]] * 4 + [PIQA[1]], 3, "piqa.jsonl: expected 3 examples different from the question, got 1"),
     ],
 )
