@@ -269,6 +269,15 @@ def test_stop_strings_that_are_special_tokens_equal_lm_eval(lm_eval, hf_lm, dire
     assert answers[1] != answers[0]
 
 
+def test_bos_is_added_once(hf_lm, directory):
+    scorer = Scorer.load(directory)
+    chat = scorer.chat_template.render([{"role": "user", "content": "To be?"}])
+    for text in ("To be?", chat):
+        ids = scorer.encode_prompt(text)
+        assert ids == hf_lm.tok_encode(text)
+        assert (ids[0], ids.count(scorer.bos_id)) == (scorer.bos_id, 1)
+
+
 @pytest.mark.parametrize("draw_one_more", [True, False])
 def test_examples_are_sampled_as_in_lm_eval(lm_eval, draw_one_more):
     """Also if the pool has several copies of the question, which lm-eval replaces in a second draw."""

@@ -11,7 +11,7 @@ from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.evaluate.records import Item
 from whimbrel.evaluate.scoring import Scorer
 from whimbrel.evaluate.tasks import Estimate, GenerativeTask, mean
-from whimbrel.inference import LLM, Request, SamplingParams
+from whimbrel.inference import LLM, EngineConfig, Request, SamplingParams
 from whimbrel.tokenization import Tokenizer
 
 __all__ = ["Answer", "GenerationOptions", "evaluate_answers", "generate_answers", "split_stops"]
@@ -95,8 +95,9 @@ def generate_answers(
         )
         for prompt in encoded
     ]
-    limits: dict[str, Any] = {} if batch_size is None else {"max_batch": batch_size}
-    llm = LLM(scorer.model, scorer.tokenizer, **limits)
+    # The KV cache is allocated for this many sequences of the full context.
+    max_batch = min(batch_size or EngineConfig().max_batch, len(requests))
+    llm = LLM(scorer.model, scorer.tokenizer, max_batch=max_batch)
     progress.start(len(requests), "answers")
     try:
         outputs = llm.complete(requests, [strings] * len(requests), progress=progress)

@@ -12,7 +12,8 @@ from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.models import KINDS, add_noise
 
 from whimbrel.base.errors import ConfigError, RequestError
-from whimbrel.inference import LLM, Completion, SamplingParams, beam_search, generate
+from whimbrel.base.progress import NoProgress
+from whimbrel.inference import LLM, Completion, Request, SamplingParams, beam_search, generate
 from whimbrel.model_io import open_model, save_model
 from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight
@@ -141,7 +142,7 @@ def test_stop_strings_end_a_completion(models):
     assert plain.text == tokenizer.decode(plain.tokens)
     stop = plain.text[len(plain.text) // 2 :][:6]
     [[found]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stop=[stop])
-    assert found.finish_reason == "stop"
+    assert (found.finish_reason, found.hit_stop_string) == ("stop", True)
     assert found.text == plain.text[: plain.text.index(stop)]
     assert found.tokens == plain.tokens[: len(found.tokens)]
     assert stop in tokenizer.decode(found.tokens)
@@ -149,7 +150,30 @@ def test_stop_strings_end_a_completion(models):
     assert generate(model, [50], max_new_tokens=20, seed=0, tokenizer=tokenizer, stop=[stop]) == found.tokens
     begun = plain.text[-2:] + "which does not come"
     [[whole]] = generate_batch(model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stop=[begun])
-    assert (whole.text, whole.finish_reason) == (plain.text, "length")
+    assert (whole.text, whole.finish_reason, whole.hit_stop_string) == (plain.text, "length", False)
+    [[ended]] = generate_batch(
+        model, [[50]], max_new_tokens=20, seed=0, tokenizer=tokenizer, stop=[stop], stop_ids=plain.tokens[1]
+    )
+    assert (ended.finish_reason, ended.hit_stop_string) == ("stop", False)
+
+
+def test_progress_counts_completions(model):
+    """Whether a stop token, a stop string or the length limit ends them."""
+
+    class Counter(NoProgress):
+        count = 0
+
+        def advance(self, count: int) -> None:
+            self.count += count
+
+    progress, llm = Counter(), LLM(model, TOKENIZER)
+    requests = [Request(prompt_ids=tuple(prompt), max_new_tokens=6, sampling=GREEDY, n=2) for prompt in PROMPTS]
+    texts = [each.text for output in llm.complete(requests, progress=progress) for each in output.outputs]
+    assert progress.count == len(texts) == 8
+    stops = [[text[1]] if text else [] for text in texts[::2]]
+    outputs = llm.complete(requests, stops, progress=progress)
+    assert progress.count == 16
+    assert any(each.hit_stop_string for output in outputs for each in output.outputs)
 
 
 def test_a_quantized_cache_is_used(model):
