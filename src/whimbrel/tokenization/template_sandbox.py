@@ -21,25 +21,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = [
+    "GENERATION_MARKERS",
     "InvalidTemplateError",
     "LimitExceededError",
     "Markers",
     "RenderError",
+    "RenderedChat",
+    "TemplateFeatures",
     "TemplateSandbox",
     "child_main",
     "compile_in_process",
     "map_strings",
+    "render_chats_in_process",
     "render_in_process",
     "sandbox",
 ]
@@ -55,6 +59,9 @@ WALL_SECONDS = 120.0
 
 INHERITED_VARIABLES = ("DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TZ")
 """Environment variables passed to the child process; API keys are not among them."""
+
+GENERATION_MARKERS = ("\udffe", "\udfff")
+"""Surrogate code points around the output of a `{% generation %}` block, while its position is being determined."""
 
 NON_ASCII = re.compile("[\x80-\ud7ff\ue000-\U0010ffff]+")
 """All non-ASCII characters except surrogates, which `Markers` uses."""
@@ -87,6 +94,23 @@ class Markers(NamedTuple):
         return text if marked == text else _MarkedText.of(marked, self)
 
 
+class TemplateFeatures(NamedTuple):
+    """What a template uses."""
+
+    reads_tools: bool
+    has_generation_blocks: bool
+
+
+class RenderedChat(NamedTuple):
+    """A conversation as text, and where its parts are, in characters."""
+
+    text: str
+    generated: list[tuple[int, int]] | None
+    """Start and end of the output of each `{% generation %}` block; None if the template has no such blocks."""
+    prefixes: list[int | None]
+    """Length of the rendering of each requested prefix; None if `text` does not start with that rendering."""
+
+
 def map_strings(value: Any, function: Callable[[str], str], max_depth: int | None = None) -> Any:
     """Apply `function` to every string in nested lists and mappings, keys included.
 
@@ -104,10 +128,17 @@ def map_strings(value: Any, function: Callable[[str], str], max_depth: int | Non
     return type(value)(inner(entry) for entry in value)
 
 
-def compile_in_process(source: str) -> Template:
+def compile_in_process(source: str) -> TemplateFeatures:
     """Compile a template in this process, without limits (Jinja evaluates constant expressions when it compiles)."""
+    _cached_template(source)
+    reads_tools = "tools" in meta.find_undeclared_variables(_environment(mark_generation=False).parse(source))
+    return TemplateFeatures(reads_tools, _has_generation_blocks(source))
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_template(source: str, *, mark_generation: bool = False) -> Template:
     try:
-        return _environment().from_string(source)
+        return _environment(mark_generation=mark_generation).from_string(source)
     except TemplateSyntaxError as error:
         raise InvalidTemplateError(f"on line {error.lineno}: {error.message}") from error
     except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
@@ -116,9 +147,87 @@ def compile_in_process(source: str) -> Template:
 
 def render_in_process(source: str, variables: Mapping[str, Any], markers: Markers | None = None) -> str:
     """Render in this process, without time and memory limits: for templates of this package, and in the child."""
-    template = _cached_template(source)
-    if markers is not None:
-        variables = {**variables, "messages": map_strings(variables["messages"], markers.mark)}
+    return _render(_cached_template(source), _mark_chat(variables, markers))
+
+
+def render_chats_in_process(
+    source: str,
+    variables: Mapping[str, Any],
+    chats: Iterable[Mapping[str, Any]],
+    markers: Markers | None = None,
+    before_render: Callable[[], None] | None = None,
+) -> Iterator[RenderedChat | Exception]:
+    """Render conversations for training; for each, in order, its text or the error that it raised.
+
+    A chat has `messages`, `tools` and `prefixes`, a list of `(num_messages, add_generation_prompt)`. Its text has no
+    generation prompt. `before_render` is called before each rendering.
+    """
+    for chat in chats:
+        try:
+            named = {**variables, "messages": chat["messages"], "tools": chat["tools"]}
+            yield _render_chat(source, named, chat["prefixes"], markers, before_render or (lambda: None))
+        except (InvalidTemplateError, LimitExceededError, RenderError) as error:
+            yield error
+        except MemoryError:
+            yield LimitExceededError(f"{MEMORY_BYTES // 1024**2} MiB of memory")
+
+
+def _render_chat(
+    source: str,
+    variables: Mapping[str, Any],
+    prefixes: Iterable[tuple[int, bool]],
+    markers: Markers | None,
+    before_render: Callable[[], None],
+) -> RenderedChat:
+    template, has_generation = _cached_template(source), _has_generation_blocks(source)
+    marked = _mark_chat(variables, markers)
+    messages = marked["messages"]
+
+    def render(template: Template, num_messages: int, *, add_generation_prompt: bool = False) -> str:
+        before_render()
+        values = {**marked, "messages": messages[:num_messages], "add_generation_prompt": add_generation_prompt}
+        return _render(template, values)
+
+    text, generated = render(template, len(messages)), None
+    lengths: list[int | None] = []
+    for num_messages, add_generation_prompt in prefixes:
+        prefix = render(template, num_messages, add_generation_prompt=add_generation_prompt)
+        # Not `text.startswith`, which marked text overrides to search for characters of messages.
+        lengths.append(len(prefix) if str.startswith(text, prefix) else None)
+    if has_generation:
+        template = _cached_template(source, mark_generation=True)
+        with_blocks, generated = _find_generation_blocks(render(template, len(messages)))
+        if not str.__eq__(with_blocks, text):
+            raise RenderError("it transforms the output of a {% generation %} block: write the block's output as it is")
+    return RenderedChat(text, generated, lengths)
+
+
+def _find_generation_blocks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the markers of generation blocks, and the span of each outermost block."""
+    spans: list[tuple[int, int]] = []
+    pieces, depth, start, length = [], 0, 0, 0
+    for piece in re.split(f"([{''.join(GENERATION_MARKERS)}])", marked):
+        if piece == GENERATION_MARKERS[0]:
+            start, depth = length if depth == 0 else start, depth + 1
+        elif piece == GENERATION_MARKERS[1]:
+            depth -= 1
+            if depth == 0:
+                spans.append((start, length))
+        else:
+            pieces.append(piece)
+            length += len(piece)
+    return "".join(pieces), spans
+
+
+def _mark_chat(variables: Mapping[str, Any], markers: Markers | None) -> Mapping[str, Any]:
+    """The variables with the characters of messages and tools replaced by markers."""
+    if markers is None:
+        return variables
+    chat = {name: map_strings(variables[name], markers.mark) for name in ("messages", "tools") if name in variables}
+    return {**variables, **chat}
+
+
+def _render(template: Template, variables: Mapping[str, Any]) -> str:
     try:
         text = template.render(variables)
     except MemoryError:
@@ -134,7 +243,7 @@ def render_in_process(source: str, variables: Mapping[str, Any], markers: Marker
 
 
 class TemplateSandbox:
-    """Renders in a child process, one conversation at a time; thread-safe."""
+    """Renders in a child process; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -142,14 +251,38 @@ class TemplateSandbox:
         self._owner = 0
         atexit.register(self.close)
 
-    def compile(self, source: str) -> None:
-        """Raise `InvalidTemplateError` if a template is not valid."""
-        self._call({"source": source})
+    def compile(self, source: str) -> TemplateFeatures:
+        """What a template uses; raises `InvalidTemplateError` if it is not valid."""
+        return TemplateFeatures(*self._call({"source": source}))
 
     def render(self, source: str, variables: Mapping[str, Any], markers: Markers | None = None) -> str:
         """Render a template; `variables` must be JSON values."""
-        tables = None if markers is None else [list(table.items()) for table in markers]
-        return str(self._call({"source": source, "variables": variables, "markers": tables}))
+        return str(self._call({"source": source, "variables": variables, "markers": _tables(markers)}))
+
+    def render_chats(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        chats: Sequence[Mapping[str, Any]],
+        markers: Markers | None = None,
+    ) -> list[RenderedChat | Exception]:
+        """`render_chats_in_process` in the child process, with one round trip; limits apply to each rendering."""
+        results: list[RenderedChat | Exception] = []
+        request = {"source": source, "variables": variables, "markers": _tables(markers)}
+        while len(results) < len(chats):
+            remaining = chats[len(results) :]
+            try:
+                message = _pack({**request, "chats": remaining})
+            except (TypeError, ValueError) as error:
+                if len(remaining) == 1:
+                    return [*results, RenderError(f"expected messages with only JSON values: {error}")]
+                return [*results, *(self.render_chats(source, variables, [chat], markers)[0] for chat in remaining)]
+            answers, exit_code = self._exchange(message, len(remaining))
+            for kind, value in answers:
+                results.append(RenderedChat(*value) if kind == "text" else _ERRORS[kind](value))
+            if len(answers) < len(remaining):  # a rendering was killed; continue with the chat after it
+                results.append(_killed(exit_code))
+        return results
 
     def close(self) -> None:
         """Stop the child process."""
@@ -162,32 +295,72 @@ class TemplateSandbox:
             message = _pack(request)
         except (TypeError, ValueError) as error:
             raise RenderError(f"expected messages with only JSON values: {error}") from error
+        answers, exit_code = self._exchange(message, 1)
+        if not answers:
+            raise _killed(exit_code)
+        [(kind, value)] = answers
+        if kind != "text":
+            raise _ERRORS[kind](value)
+        return value
+
+    def _exchange(self, message: bytes, count: int) -> tuple[list[Any], int | None]:
+        """Send a request and read its `count` answers; fewer, and the child's exit code, if the child dies."""
         with self._lock:
             if self._process is None or self._owner != os.getpid():  # after a fork, the child belongs to the parent
                 self._process, self._owner = _start(), os.getpid()
             process = self._process
             assert process.stdin is not None
             assert process.stdout is not None
-            timer = threading.Timer(WALL_SECONDS, process.kill)
-            timer.daemon = True
-            timer.start()
-            result = None
+            answers: list[Any] = []
             try:
-                with contextlib.suppress(BrokenPipeError):  # the child has exited
+                with _watchdog(process) as reset, contextlib.suppress(BrokenPipeError):  # the child has exited
                     process.stdin.write(message)
                     process.stdin.flush()
-                    result = _read_message(process.stdout)
-            finally:  # also when interrupted: the next call must not read the result of this one
-                timer.cancel()
-                if result is None:
+                    while len(answers) < count and (answer := _read_message(process.stdout)) is not None:
+                        answers.append(answer)
+                        reset()
+            finally:  # also when interrupted: the next call must not read the answers to this one
+                if len(answers) < count:
                     self._process = None
                     _kill(process)
-        if result is None:
-            raise LimitExceededError(f"{CPU_SECONDS} s of CPU time (or crashed: exit code {process.returncode})")
-        kind, text = result
-        if kind != "text":
-            raise {"invalid": InvalidTemplateError, "error": RenderError, "limit": LimitExceededError}[kind](text)
-        return text
+        return answers, process.returncode
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    "invalid": InvalidTemplateError,
+    "error": RenderError,
+    "limit": LimitExceededError,
+}
+
+
+def _killed(exit_code: int | None) -> LimitExceededError:
+    return LimitExceededError(f"{CPU_SECONDS} s of CPU time (or crashed: exit code {exit_code})")
+
+
+def _tables(markers: Markers | None) -> list[list[Any]] | None:
+    return None if markers is None else [list(table.items()) for table in markers]
+
+
+@contextlib.contextmanager
+def _watchdog(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], None]]:
+    """Kill the process if `WALL_SECONDS` pass without a call of the yielded function."""
+    deadline, finished = time.monotonic() + WALL_SECONDS, threading.Event()
+
+    def reset() -> None:
+        nonlocal deadline
+        deadline = time.monotonic() + WALL_SECONDS
+
+    def watch() -> None:
+        while not finished.wait(max(0.0, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                process.kill()
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield reset
+    finally:
+        finished.set()
 
 
 sandbox = TemplateSandbox()
@@ -200,27 +373,35 @@ def child_main() -> None:
     requests, results = sys.stdin.buffer, sys.stdout.buffer
     _limit_memory()
     while (request := _read_message(requests)) is not None:
-        _limit_cpu_time()
-        try:
-            result = _pack(("text", _handle(request)))
-        except InvalidTemplateError as error:
-            result = _pack(("invalid", str(error)))
-        except RenderError as error:
-            result = _pack(("error", str(error)))
-        except LimitExceededError as error:
-            result = _pack(("limit", str(error)))
-        except MemoryError:
-            result = _pack(("limit", f"{MEMORY_BYTES // 1024**2} MiB of memory"))
-        results.write(result)
-        results.flush()
+        for answer in _answers(request):
+            results.write(_pack(answer))
+            results.flush()  # so that answers before a rendering that is killed are not lost
 
 
-def _handle(request: Mapping[str, Any]) -> str:
-    if "variables" not in request:
-        _cached_template(request["source"])
-        return ""
-    markers = request["markers"] and Markers(*(dict(pairs) for pairs in request["markers"]))
-    return render_in_process(request["source"], request["variables"], markers)
+def _answers(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The kind and value of each answer to a request."""
+    source, variables = request["source"], request.get("variables")
+    markers = request.get("markers") and Markers(*(dict(pairs) for pairs in request["markers"]))
+    if "chats" in request:
+        for result in render_chats_in_process(source, variables or {}, request["chats"], markers, _limit_cpu_time):
+            yield _as_answer(result)
+        return
+    _limit_cpu_time()
+    try:
+        if variables is None:
+            yield "text", compile_in_process(source)
+        else:
+            yield "text", render_in_process(source, variables, markers)
+    except (InvalidTemplateError, LimitExceededError, RenderError) as error:
+        yield _as_answer(error)
+    except MemoryError:
+        yield "limit", f"{MEMORY_BYTES // 1024**2} MiB of memory"
+
+
+def _as_answer(result: RenderedChat | Exception) -> tuple[str, Any]:
+    if not isinstance(result, Exception):
+        return "text", result
+    return next(kind for kind, error in _ERRORS.items() if type(result) is error), str(result)
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -338,15 +519,17 @@ def _concat(parts: Iterable[str]) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_template(source: str) -> Template:
-    return compile_in_process(source)
+def _has_generation_blocks(source: str) -> bool:
+    template = _environment(mark_generation=True).parse(source)
+    return any(node.data == GENERATION_MARKERS[0] for node in template.find_all(nodes.TemplateData))
 
 
 @functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(*, mark_generation: bool) -> ImmutableSandboxedEnvironment:
     """The Jinja environment that templates expect, with the settings, filters and globals of transformers."""
+    block = _MarkedGenerationBlock if mark_generation else _GenerationBlock
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[block, "jinja2.ext.loopcontrols"]
     )
     environment.concat = _concat  # type: ignore[method-assign]
     environment.filters["tojson"] = _to_json
@@ -359,10 +542,21 @@ class _GenerationBlock(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> nodes.Node:
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         """Parse the block as its own scope."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _MarkedGenerationBlock(_GenerationBlock):
+    """`{% generation %}` with its output between `GENERATION_MARKERS`."""
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Parse the block as its own scope."""
+        line = parser.stream.current.lineno
+        block = super().parse(parser)
+        start, end = (nodes.Output([nodes.TemplateData(marker)]).set_lineno(line) for marker in GENERATION_MARKERS)
+        return [start, *(block if isinstance(block, list) else [block]), end]
 
 
 def _to_json(

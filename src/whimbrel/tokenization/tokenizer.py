@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Pipeline
 
 from whimbrel.base.errors import ConfigError, DataError
@@ -23,6 +23,7 @@ from whimbrel.tokenization.bpe import END_OF_TEXT, MAX_VOCAB_SIZE, gpt2_pipeline
 
 __all__ = [
     "EncodedPrompt",
+    "EncodedText",
     "Tokenizer",
     "load_tokenizer",
     "read_json_object",
@@ -53,6 +54,14 @@ class EncodedPrompt(NamedTuple):
     """Character offset at which each token starts."""
 
 
+class EncodedText(NamedTuple):
+    """A text as token ids, with the part of the text that each token covers."""
+
+    ids: NDArray[np.int64]
+    spans: NDArray[np.int64]
+    """(tokens, 2): start and end of each token in characters; both 0 for a token that the post-processor added."""
+
+
 class Tokenizer:
     """Converts between text and token ids.
 
@@ -74,6 +83,7 @@ class Tokenizer:
         self.eot_token = _end_of_text_token(content["added_tokens"], vocabulary, eot_token)
         self.eot_id: int = vocabulary[self.eot_token]
         """The end-of-text token, which starts every document."""
+        self.bos_token = bos_token if bos_token in vocabulary else None
         self.bos_id: int = self.eot_id if bos_token is None else vocabulary.get(bos_token, self.eot_id)
         """The token that replaces an empty prompt; end-of-text if the tokenizer has no BOS token."""
         self.fingerprint = _fingerprint(content, vocabulary, self.eot_token)
@@ -88,6 +98,21 @@ class Tokenizer:
     def to_json(self) -> str:
         """The text of this tokenizer's `tokenizer.json`."""
         return str(self.pipeline.to_str())
+
+    def with_special_tokens(self, tokens: Sequence[str], *, eot_token: str | None = None) -> Tokenizer:
+        """A copy in which `tokens` are special tokens, and optionally another token is the end-of-text token.
+
+        A token of the vocabulary keeps its id; others get the next free ids, in order. A model needs a row of its
+        embedding for each of them (`models.resize_vocabulary`).
+        """
+        if invalid := [token for token in tokens if not token.strip()]:
+            raise ConfigError(f"expected special tokens with visible characters, got {invalid[0]!r}")
+        pipeline = _parse_pipeline(self.to_json())
+        special = {token.content for token in pipeline.get_added_tokens_decoder().values() if token.special}
+        new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in special]
+        with _library_errors("the tokenizer cannot be extended"):
+            pipeline.add_special_tokens(new)
+        return Tokenizer(pipeline, eot_token or self.eot_token, self.bos_token or self.eot_token)
 
     @property
     def backend(self) -> str:
@@ -133,6 +158,25 @@ class Tokenizer:
         self, texts: Sequence[str], *, parse_special: bool = True, add_special_tokens: bool = True
     ) -> list[EncodedPrompt]:
         """`encode_prompt` for several texts, in parallel."""
+        encodings = self._encode_batch(texts, parse_special, add_special_tokens)
+        return [self._to_prompt(encoding, parse_special) for encoding in encodings]
+
+    def encode_with_spans(
+        self, texts: Sequence[str], *, parse_special: bool = True, add_special_tokens: bool = True
+    ) -> list[EncodedText]:
+        """`encode_prompts` as arrays, with the span of every token."""
+        encoded = []
+        for encoding in self._encode_batch(texts, parse_special, add_special_tokens):
+            ids = np.array(encoding.ids, dtype=np.int64)
+            spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            if not parse_special and self._plain_ids:
+                parts = self._plain_parts(encoding)
+                ids = np.array([token for part in parts for token in part], dtype=np.int64)
+                spans = spans.repeat([len(part) for part in parts], axis=0)
+            encoded.append(EncodedText(ids, spans))
+        return encoded
+
+    def _encode_batch(self, texts: Sequence[str], parse_special: bool, add_special_tokens: bool) -> list[Encoding]:
         # Separate copies, because whether to parse is a property of a pipeline, which threads share.
         pipeline = self._parsing_pipeline if parse_special else self._literal_pipeline
         for text in texts:
@@ -144,19 +188,25 @@ class Tokenizer:
                 ) from error
         with _library_errors("the tokenizer cannot encode this text"):
             # A batch even for one text: unlike `encode`, it releases the GIL.
-            encoded = pipeline.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [self._to_prompt(encoding, parse_special) for encoding in encoded]
+            encodings: list[Encoding] = pipeline.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return encodings
 
     def _to_prompt(self, encoding: Encoding, parse_special: bool) -> EncodedPrompt:
         starts = [start for start, _ in encoding.offsets]
         if parse_special or not self._plain_ids:
             return EncodedPrompt(encoding.ids, starts)
-        pairs = [
-            (token_id, start)
-            for token, start, added in zip(encoding.ids, starts, encoding.special_tokens_mask, strict=True)
-            for token_id in ((token,) if added else self._plain_ids.get(token, (token,)))
+        parts = self._plain_parts(encoding)
+        return EncodedPrompt(
+            [token_id for part in parts for token_id in part],
+            [start for part, start in zip(parts, starts, strict=True) for _ in part],
+        )
+
+    def _plain_parts(self, encoding: Encoding) -> list[tuple[int, ...]]:
+        """The ids that replace each token of a literal encoding, so that no special token is left in it."""
+        return [
+            (token,) if added else self._plain_ids.get(token, (token,))
+            for token, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         ]
-        return EncodedPrompt([token_id for token_id, _ in pairs], [start for _, start in pairs])
 
     @functools.cached_property
     def _parsing_pipeline(self) -> Pipeline:
@@ -183,7 +233,7 @@ class Tokenizer:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, for `transformers.AutoTokenizer`."""
         settings = {
-            "bos_token": self.eot_token,  # starts the documents that models are trained on
+            "bos_token": self.bos_token or self.eot_token,  # end-of-text starts the documents of pretraining
             "clean_up_tokenization_spaces": False,
             "eos_token": self.eot_token,
             "tokenizer_class": "PreTrainedTokenizerFast",
