@@ -1,7 +1,7 @@
 """The decoder and its configs: `GPT(preset("gpt2"))`."""
 
 from whimbrel.models.config import GPTConfig, RopeScaling
-from whimbrel.models.gpt import GPT, IGNORE_INDEX, Block, GPTOutput
+from whimbrel.models.gpt import GPT, IGNORE_INDEX, Block, GPTOutput, resize_vocabulary
 from whimbrel.models.layers import KVCache
 from whimbrel.models.presets import preset, preset_names
 
@@ -15,4 +15,5 @@ __all__ = [
     "RopeScaling",
     "preset",
     "preset_names",
+    "resize_vocabulary",
 ]

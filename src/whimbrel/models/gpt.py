@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from whimbrel.models.layers import (
 )
 from whimbrel.ops import attend, linear_cross_entropy
 
-__all__ = ["GPT", "IGNORE_INDEX", "Block", "GPTOutput", "GPTStage"]
+__all__ = ["GPT", "IGNORE_INDEX", "Block", "GPTOutput", "GPTStage", "resize_vocabulary"]
 
 IGNORE_INDEX = -100
 """Labels with this value are excluded from the loss."""
@@ -390,6 +391,46 @@ class GPTStage(nn.Module):
         hidden = self.transformer["ln_f"](x)
         # Zero-bubble schedules run backward twice, for inputs and for weights.
         return next_token_loss(config, hidden, self.lm_head.weight, targets, inplace_backward=False)[None]
+
+
+@torch.no_grad()
+def resize_vocabulary(model: GPT, vocab_size: int) -> GPT:
+    """Add rows to embedding and head for new token ids, in place; returns the model.
+
+    New rows are the mean of the existing ones (computed in fp32), so that new tokens start as plausible as an average
+    token. Weights of existing tokens do not change; a tied head stays tied, and the rows are padded to
+    `config.vocab_multiple` again. Parameters that need more rows are replaced: call it before building an optimizer.
+    """
+    config = model.config
+    if vocab_size < config.vocab_size:
+        raise ConfigError(f"expected a vocabulary of at least {config.vocab_size} tokens, got {vocab_size}")
+    if vocab_size == config.vocab_size:
+        return model
+    resized = replace(config, vocab_size=vocab_size)
+    modules: dict[str, nn.Embedding | nn.Linear] = {"embedding": model.token_embedding}
+    if not config.tied_head:
+        modules["head"] = model.lm_head
+    for name, module in modules.items():
+        if type(module.weight.data) is not Tensor or not module.weight.is_floating_point():
+            raise ConfigError(f"the {name} is quantized: resize the vocabulary of the dense model, then quantize it")
+    for module in modules.values():
+        module.weight = _resized(module.weight, config.vocab_size, vocab_size, resized.padded_vocab_size)
+    model.token_embedding.num_embeddings = model.lm_head.out_features = resized.padded_vocab_size
+    model.config = resized
+    model.tie_head()
+    return model
+
+
+def _resized(weight: Tensor, old_size: int, new_size: int, num_rows: int) -> nn.Parameter:
+    """The weight with `num_rows` rows: the old ones, their mean for new tokens, zeros for padding."""
+    mean = weight[:old_size].float().mean(dim=0).to(weight.dtype)
+    if num_rows == weight.size(0):  # the new tokens fit into the padding
+        weight[old_size:new_size] = mean
+        return nn.Parameter(weight, requires_grad=weight.requires_grad)
+    rows = weight.new_zeros(num_rows, weight.size(1))
+    rows[:old_size] = weight[:old_size]
+    rows[old_size:new_size] = mean
+    return nn.Parameter(rows, requires_grad=weight.requires_grad)
 
 
 def _retie_head(model: GPT, _incompatible: object) -> None:
