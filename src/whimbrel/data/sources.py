@@ -1,7 +1,7 @@
 """Sources of documents: parquet, jsonl and text files (plain, gz, zst), and datasets on the Hugging Face Hub.
 
 A source yields its documents in order, in batches of bounded size. One thread reads the raw bytes; parsing is deferred
-to `DocumentBatch.parse`, so that worker threads can do it.
+to `DocumentBatch.parse`, so that worker threads can do it. `Source.rows` reads complete rows instead of one text each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
 from whimbrel.data.manifest import SourceRecord
@@ -27,6 +27,7 @@ __all__ = [
     "DocumentBatch",
     "HubDataset",
     "LocalFile",
+    "Row",
     "Source",
     "check_separator",
     "iter_documents",
@@ -71,6 +72,15 @@ class DocumentBatch:
     """Share of the source read up to the end of this batch, for estimates; None if the size is unknown."""
 
 
+class Row(NamedTuple):
+    """A line of a jsonl file, or a row of a parquet file or Hub dataset."""
+
+    location: str
+    """Start of error messages: `a.jsonl, line 3`."""
+    value: dict[str, Any] | DataError
+    """The error if the row cannot be parsed; without the location."""
+
+
 class Source(Protocol):
     """An ordered collection of documents: one file or one Hub dataset."""
 
@@ -86,6 +96,9 @@ class Source(Protocol):
 
     def batches(self, text_key: str, separator: str | None, skip: int) -> Iterator[DocumentBatch]:
         """The documents in order, without the first `skip` batches."""
+
+    def rows(self) -> Iterator[Row]:
+        """The rows in order; a text file is one row with the key `text`."""
 
 
 def resolve_source(source: str) -> Sequence[Source]:
@@ -186,6 +199,15 @@ class LocalFile:
             batches = _text_batches(self.path, self.codec, separator)
         return itertools.islice(batches, skip, None)
 
+    def rows(self) -> Iterator[Row]:
+        """The rows in order; a text file is one row with the key `text`."""
+        if self.kind == "parquet":
+            return _parquet_rows(self.path)
+        if self.kind == "jsonl":
+            return _jsonl_rows(self.path, self.codec)
+        texts = (text for batch in _text_batches(self.path, self.codec, None) for _, text in batch.parse())
+        return (Row(str(self.path), {"text": text}) for text in texts)
+
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
@@ -213,6 +235,11 @@ class HubDataset:
         while batch := list(itertools.islice(rows, BATCH_DOCUMENTS)):
             yield DocumentBatch(location, functools.partial(_parse_rows, batch, location, row, text_key), progress=None)
             row += len(batch)
+
+    def rows(self) -> Iterator[Row]:
+        """The rows in order."""
+        for number, row in enumerate(self._rows(skip=0)):
+            yield Row(f"{self.name}, row {number}", _without_nulls(row))
 
     def _rows(self, skip: int) -> Iterator[dict[str, Any]]:
         try:
@@ -279,6 +306,40 @@ def _jsonl_batches(path: Path, codec: str | None, text_key: str) -> Iterator[Doc
         line += block.count(b"\n")
 
 
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet as pq
+
+    row = 0
+    with _data_errors(f"{path} is not a readable parquet file"), pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(BATCH_DOCUMENTS, use_threads=False):
+            for value in batch.to_pylist():
+                yield Row(f"{path}, row {row}", _without_nulls(value))
+                row += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """Nested values without null fields: columnar formats store a field that any row has for all rows."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _jsonl_rows(path: Path, codec: str | None) -> Iterator[Row]:
+    first = 1
+    for block, _ in _read_blocks(path, codec, LINE_END):
+        for number, line in enumerate(block.split(b"\n"), first):
+            if not line.strip():
+                continue
+            try:
+                value = _parse_json_line(line)
+                if not isinstance(value, dict):
+                    raise DataError(f"expected a JSON object, got a {type(value).__name__}")
+            except DataError as error:
+                value = error
+            yield Row(f"{path}, line {number}", value)
+        first += block.count(b"\n")
+
+
 def _text_batches(path: Path, codec: str | None, separator: str | None) -> Iterator[DocumentBatch]:
     """A text file as one document, or split at `separator`. A newline in the separator matches LF and CRLF."""
     location, number = f"{path}, document", 1
@@ -338,13 +399,9 @@ def _parse_lines(block: bytes, location: str, first: int, text_key: str) -> Docu
         if not line.strip():
             continue
         try:
-            text = json.loads(line)[text_key]
-        except UnicodeDecodeError as error:
-            raise DataError(f"{location} {number}: not UTF-8 at byte {error.start} of the line") from error
-        except ValueError as error:
-            raise DataError(f"{location} {number}: not JSON ({error})") from error
-        except RecursionError as error:
-            raise DataError(f"{location} {number}: JSON nested too deeply; fix or remove the line") from error
+            text = _parse_json_line(line)[text_key]
+        except DataError as error:
+            raise DataError(f"{location} {number}: {error}") from error
         except (KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"{location} {number}: no key '{text_key}'; set --text-key to the key of the text"
@@ -354,6 +411,17 @@ def _parse_lines(block: bytes, location: str, first: int, text_key: str) -> Docu
         if text:
             parsed.append((number, text))
     return parsed
+
+
+def _parse_json_line(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 at byte {error.start} of the line") from error
+    except ValueError as error:
+        raise DataError(f"not JSON ({error})") from error
+    except RecursionError as error:
+        raise DataError("JSON nested too deeply; fix or remove the line") from error
 
 
 def _parse_texts(block: bytes, location: str, first: int, pattern: re.Pattern[bytes] | None) -> Documents:
