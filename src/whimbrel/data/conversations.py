@@ -2,14 +2,15 @@
 
 | format | fields of a row |
 |---|---|
-| `messages` | `messages`: role and content, as in OpenAI's API; optional `tools` |
+| `messages` | `messages`: role and content, as in OpenAI's API |
 | `prompt-completion` | `prompt`, `completion`: strings or messages; only the completion is supervised |
-| `sharegpt` | `conversations`: `from` and `value`; optional `system`, `tools` |
-| `alpaca` | `instruction`, `output`; optional `input`, `system`, `history` |
+| `sharegpt` | `conversations`: `from` and `value` |
+| `alpaca` | `instruction`, `output`; optional `input`, `history` |
 | `preference` | `chosen`, `rejected`: strings or messages; `prompt`, unless both start with the same messages |
 | `text` | `text` |
 
-The format of a file is detected from its first row. All but `text` become messages, checked row by row.
+The format of a file is detected from its first row. All but `text` become messages, checked row by row; they may have
+the fields `system` (a system prompt), `tools` (a list of JSON schemas, or the JSON of one) and `id` (unique).
 """
 
 from __future__ import annotations
@@ -187,24 +188,19 @@ def parse_sample(row: Mapping[str, Any], data_format: str, location: str = "") -
     """Check a row and normalize it; raises BadSampleError, without the location."""
     if data_format == "text":
         return Document(location, _text(row, "text"))
-    tools = _tools(row.get("tools"))
+    tools, system = _tools(row.get("tools")), _system(row)
     if data_format == "preference":
         prompt, chosen, rejected = _preference(row)
+        prompt = [*system, *prompt]
         pair = [_chat([*prompt, *answer], tools, num_context=len(prompt)) for answer in (chosen, rejected)]
         return PreferencePair(location, *pair)
     if data_format == "prompt-completion":
-        prompt, completion = (
-            _turns(row["prompt"], "prompt", "user"),
-            _turns(row["completion"], "completion", "assistant"),
-        )
+        prompt = [*system, *_turns(row["prompt"], "prompt", "user")]
+        completion = _turns(row["completion"], "completion", "assistant")
         return Conversation(location, _chat([*prompt, *completion], tools, num_context=len(prompt)))
-    if data_format == "alpaca":
-        return Conversation(location, _chat(_alpaca(row), tools))
     field = FORMATS[data_format][0]
-    messages = _messages(row[field], field)
-    if data_format == "sharegpt" and row.get("system"):
-        messages.insert(0, {"role": "system", "content": _text(row, "system")})
-    return Conversation(location, _chat(messages, tools))
+    messages = _alpaca(row) if data_format == "alpaca" else _messages(row[field], field)
+    return Conversation(location, _chat([*system, *messages], tools))
 
 
 # Checks
@@ -249,6 +245,8 @@ def _chat(messages: list[dict[str, Any]], tools: list[Any] | None, *, num_contex
 
     As in OpenAI's API, an answer with `weight` 0 is not trained on.
     """
+    if len(messages) > 1 and messages[0]["role"] == messages[1]["role"] == "system":
+        raise BadSampleError("wrong role", "expected one system prompt, got a 'system' field and a system message")
     if messages[0]["role"] == "assistant":
         raise BadSampleError("wrong role", "expected a system or user message first, got assistant")
     weights = [message.get("weight", 1) for message in messages]
@@ -358,13 +356,13 @@ def _turns(value: Any, field: str, role: str) -> list[dict[str, Any]]:
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    instruction, extra = _text(row, "instruction"), row.get("input")
-    if isinstance(extra, str) and extra.strip():
-        instruction = f"{instruction}\n\n{extra}"
+    instruction = _text(row, "instruction")
+    if row.get("input"):
+        instruction = f"{instruction}\n\n{_text(row, 'input', may_be_blank=True)}".rstrip()
     pairs = row.get("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadSampleError("nested content", f"expected 'history' to be a list of pairs, got {_show(pairs)}")
-    messages = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
+    messages: list[dict[str, Any]] = []
     for index, (question, answer) in enumerate([*pairs, (instruction, row["output"])]):
         name = "output" if index == len(pairs) else f"history[{index}]"
         messages += [_message({"role": "user", "content": question}, name)]
@@ -394,11 +392,16 @@ def _preference(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], ...]:
     return prompt, chosen, rejected
 
 
-def _text(row: Mapping[str, Any], field: str) -> str:
+def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The system prompt, if the row has it as a field of its own."""
+    return [{"role": "system", "content": _text(row, "system", may_be_blank=True)}] if row.get("system") else []
+
+
+def _text(row: Mapping[str, Any], field: str, *, may_be_blank: bool = False) -> str:
     value = row.get(field)
     if not isinstance(value, str):
         raise BadSampleError("nested content", f"expected a string in '{field}', got {_show(value)}")
-    if not value.strip():
+    if not value.strip() and not may_be_blank:
         raise BadSampleError("empty turn", f"expected text in '{field}', got {_show(value)}")
     return value
 

@@ -6,18 +6,22 @@ sample (`documents`, `position_ids`) and no sample predicts the first token of t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from whimbrel.base.errors import DataError, RequestError
+from whimbrel.base.errors import ConfigError, DataError, RequestError
+from whimbrel.base.files import atomic_directory, parse_json
 from whimbrel.data.conversations import BadSampleError, Conversation, ConversationReader, Document, Sample
 from whimbrel.tokenization import Chat, ChatTemplate, SupervisedTokens, Tokenizer, TrainOn
 
@@ -42,6 +46,8 @@ IGNORE_INDEX = -100
 """Target of positions without loss, as in `whimbrel.models`."""
 
 BATCH_DOCUMENTS = 64
+
+ARRAYS, SAMPLES_FILE = ("ids", "mask", "offsets"), "samples.json"
 
 
 @dataclass(slots=True)
@@ -101,7 +107,7 @@ class TokenizedSamples:
         """Number of tokens of each sample."""
         return np.diff(self.offsets)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of tokens, masks and settings: equal if and only if training sees the same samples in this order."""
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
@@ -109,6 +115,29 @@ class TokenizedSamples:
             digest.update(f"{array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the samples to a directory, which is replaced if it exists."""
+        with atomic_directory(directory, replace=True) as folder:
+            for name in ARRAYS:
+                np.save(folder / f"{name}.npy", getattr(self, name), allow_pickle=False)
+            description = {"settings": self.settings, "stats": asdict(self.stats), "pair": self.pair}
+            (folder / SAMPLES_FILE).write_text(json.dumps(description | {"fingerprint": self.fingerprint}))
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> TokenizedSamples:
+        """Saved samples, memory-mapped; raises DataError if they are damaged."""
+        folder = Path(directory)
+        try:
+            description = parse_json((folder / SAMPLES_FILE).read_bytes())
+            arrays = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS]
+            stats = SampleStats(**description["stats"])
+            samples = cls(*arrays, settings=description["settings"], stats=stats, pair=description["pair"])
+            if samples.fingerprint != description["fingerprint"]:
+                raise ValueError("the fingerprint does not match")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{folder} has no readable samples ({error}): tokenize them again") from error
+        return samples
 
     def select(self, indices: Sequence[int] | NDArray[Any]) -> TokenizedSamples:
         """The samples with these numbers, or with `pair` the pairs; its counts of left out samples are 0."""
@@ -144,7 +173,7 @@ class TokenizedSamples:
 def tokenize_samples(
     reader: ConversationReader | Iterable[Sample],
     tokenizer: Tokenizer,
-    template: ChatTemplate,
+    template: ChatTemplate | None,
     *,
     train_on: TrainOn = "assistant",
     max_tokens: int | None = None,
@@ -152,9 +181,9 @@ def tokenize_samples(
 ) -> TokenizedSamples:
     """Tokenize all samples of a reader, each of at most `max_tokens` tokens.
 
-    Documents end with the end-of-text token and are supervised completely; too long ones are truncated anywhere, and
-    preference pairs are never truncated, only dropped. A sample that the template rejects raises DataError with its
-    line; if the reader skips bad rows, it is counted in `reader.report`.
+    Documents end with the end-of-text token and are supervised completely; too long ones are truncated anywhere.
+    Preference pairs are never truncated, only dropped. `template` may be None if there are only documents. A sample
+    that the template rejects raises DataError with its line; if the reader skips bad rows, it is counted in its report.
     """
     stats = SampleStats()
     kept_ids: list[NDArray[Any]] = []
@@ -192,8 +221,7 @@ def tokenize_samples(
     offsets = np.concatenate(([0], np.cumsum([len(part) for part in kept_ids], dtype=np.int64)))
     settings = {
         "tokenizer": tokenizer.fingerprint,
-        "template": template.source,
-        "special_tokens": template.special_tokens,
+        "template": None if template is None else [template.source, template.special_tokens],
         "train_on": train_on,
         "max_tokens": max_tokens,
         "too_long": too_long,
@@ -202,7 +230,7 @@ def tokenize_samples(
 
 
 def _encode_samples(
-    samples: Iterable[Sample], tokenizer: Tokenizer, template: ChatTemplate, train_on: TrainOn
+    samples: Iterable[Sample], tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn
 ) -> Iterator[tuple[Sample, list[SupervisedTokens] | RequestError | DataError]]:
     """The tokens of each sample in order: one, or two for a preference pair."""
     for kind, group in itertools.groupby(samples, type):
@@ -210,6 +238,8 @@ def _encode_samples(
             documents = (sample for sample in group if isinstance(sample, Document))
             yield from _encode_documents(documents, tokenizer)
             continue
+        if template is None:
+            raise ConfigError("these are conversations, but the model has no chat template: choose one with template")
         pending: deque[Sample] = deque()  # read ahead by encode_for_training, which encodes batches
         results = template.encode_for_training(tokenizer, _chats(group, pending), train_on)
         for first in results:

@@ -191,6 +191,9 @@ def _render_chat(
     text, generated = render(template, len(messages)), None
     lengths: list[int | None] = []
     for num_messages, add_generation_prompt in prefixes:
+        if num_messages == len(messages) and not add_generation_prompt:
+            lengths.append(len(text))
+            continue
         prefix = render(template, num_messages, add_generation_prompt=add_generation_prompt)
         # Not `text.startswith`, which marked text overrides to search for characters of messages.
         lengths.append(len(prefix) if str.startswith(text, prefix) else None)

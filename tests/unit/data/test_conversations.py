@@ -180,6 +180,12 @@ BAD = [
         r"expected format messages, as in .*line 1, got alpaca",
     ),
     ({"id": 7, **GOOD}, "duplicate id", r"duplicate id 7, first in .*line 1"),
+    (
+        {"system": "A", "messages": [message("system", "B"), USER, ASSISTANT]},
+        "wrong role",
+        "expected one system prompt",
+    ),
+    ({"system": 3, **GOOD}, "nested content", "expected a string in 'system', got 3"),
     ({**GOOD, "tools": "{"}, "wrong tools", "expected JSON in tools"),
     ({**GOOD, "tools": {"f": 1}}, "wrong tools", "expected 'tools' to be a list"),
     ({"messages": [USER, message("assistant", "", tool_calls=[{"x": 1}])]}, "wrong tools", "a function with a name"),

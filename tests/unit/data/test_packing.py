@@ -12,7 +12,7 @@ from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import THINKING
 from tests.support.models import KINDS, add_noise
 
-from whimbrel.base.errors import DataError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.data.conversations import Conversation, ConversationReader, Document, PreferencePair
 from whimbrel.data.packing import (
     PackedRows,
@@ -23,7 +23,7 @@ from whimbrel.data.packing import (
     tokenize_samples,
 )
 from whimbrel.models import GPT
-from whimbrel.tokenization import Chat, ChatTemplate, Tokenizer, apply_builtin_template
+from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, Chat, ChatTemplate, apply_builtin_template
 
 TEMPLATE, TOKENIZER = apply_builtin_template("chatml", byte_tokenizer())
 
@@ -210,6 +210,28 @@ def test_fingerprints_cover_data_template_and_settings() -> None:
     assert len({same, *others}) == len(others) + 1
 
 
+def test_saved_samples_are_loaded_unchanged(tmp_path) -> None:
+    samples = tokenize(conversations(20))
+    samples.save(tmp_path / "samples")
+    samples.save(tmp_path / "samples")
+    loaded = TokenizedSamples.load(tmp_path / "samples")
+    assert loaded.fingerprint == samples.fingerprint
+    assert loaded.stats == samples.stats
+    assert PackedRows(loaded, 300, pad_id=0).fingerprint == PackedRows(samples, 300, pad_id=0).fingerprint
+    ids = np.load(tmp_path / "samples" / "ids.npy")
+    np.save(tmp_path / "samples" / "ids.npy", ids + 1)
+    with pytest.raises(DataError, match="no readable samples .the fingerprint.*tokenize them again"):
+        TokenizedSamples.load(tmp_path / "samples")
+    with pytest.raises(DataError, match="no readable samples"):
+        TokenizedSamples.load(tmp_path)
+
+
+def test_conversations_need_a_template() -> None:
+    assert len(tokenize_samples([Document("a", "A story.")], TOKENIZER, None)) == 1
+    with pytest.raises(ConfigError, match="no chat template"):
+        tokenize_samples(conversations(1), TOKENIZER, None)
+
+
 def test_splits_are_disjoint_and_deterministic() -> None:
     samples = tokenize([Conversation(str(n), chat(n + 1)) for n in range(40)])
     train, validation = samples.split(0.1, seed=0)
@@ -271,11 +293,8 @@ def test_conversations_that_the_template_rejects_are_reported_or_skipped(tmp_pat
     assert reader.report.skipped == {"rejected by the chat template": 1}
 
 
-def test_samples_are_stored_compactly() -> None:
+def test_samples_are_stored_compactly_and_unterminated_ones_counted() -> None:
     samples = tokenize(conversations(10))
     assert (samples.ids.dtype, samples.mask.dtype) == (np.uint16, np.bool_)
-    assert isinstance(TOKENIZER, Tokenizer)
     assert samples.stats.unterminated == 0
-    from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE
-
     assert tokenize_samples(conversations(10), TOKENIZER, DEFAULT_CHAT_TEMPLATE).stats.unterminated == 10

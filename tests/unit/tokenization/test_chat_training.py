@@ -17,6 +17,7 @@ from tests.support.chat_templates import (
     THINKING,
     WEATHER,
 )
+from tokenizers.processors import TemplateProcessing
 
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.tokenization import (
@@ -139,6 +140,17 @@ def test_a_template_without_a_special_token_at_the_end_is_reported(tokenizer: To
     [tokens] = ChatTemplate(without_end).encode_for_training(tokenizer, [Chat(MESSAGES)])
     assert tokenizer.decode(tokens.ids[tokens.mask]) == "Eins.Zwei."
     assert not tokens.terminated
+
+
+def test_the_tokenizer_adds_bos_if_the_template_does_not(tokenizer: Tokenizer) -> None:
+    opening = Tokenizer.from_json(tokenizer.to_json(), "</s>")
+    bos = opening.pipeline.token_to_id("<s>")
+    opening.pipeline.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    messages = [{"role": "user", "content": "<s>?"}, *MESSAGES[1:]]
+    [tokens] = DEFAULT_CHAT_TEMPLATE.encode_for_training(opening, [Chat(messages)])
+    assert tokens.ids.tolist() == DEFAULT_CHAT_TEMPLATE.encode(opening, messages, add_generation_prompt=False)
+    assert tokens.ids.tolist().count(bos) == 1
+    assert opening.decode(tokens.ids[tokens.mask]) == " Eins.\n Zwei.\n"
 
 
 @pytest.mark.parametrize(
