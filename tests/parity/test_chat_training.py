@@ -16,6 +16,7 @@ from tests.support.chat_templates import (
     GENERATION_TEMPLATES,
     PREFIX_TEMPLATES,
     SPECIAL,
+    THINKING_GENERATION,
     TOOL_CHAT,
     WEATHER,
 )
@@ -139,6 +140,23 @@ def test_prefixes_and_generation_blocks_give_the_same_masks(tokenizer: Tokenizer
         assert blocks.turn_ends == prefixes.turn_ends
 
     check()
+
+
+def test_generation_blocks_of_a_template_that_changes_earlier_turns(tokenizer: Tokenizer) -> None:
+    ours, theirs = ChatTemplate(THINKING_GENERATION), hf_tokenizer(tokenizer, THINKING_GENERATION)
+    messages = []
+    for word in ("Hi", "日本", "don't"):
+        answer = f"<think>{word}?</think>\n\n{word}!"
+        messages += [{"role": "user", "content": word}, {"role": "assistant", "content": answer}]
+    expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    [tokens] = train(ours, tokenizer, Chat(messages))
+    assert tokens.ids.tolist() == expected["input_ids"]
+    assert tokens.mask.astype(int).tolist() == expected["assistant_masks"]
+    supervised = ["Hi!<|im_end|>日本!<|im_end|>", "<think>don't?</think>\n\ndon't!<|im_end|>"]
+    assert tokenizer.decode(tokens.ids[tokens.mask]) == "".join(supervised)
+    [tokens] = train(ours, tokenizer, Chat(messages), train_on="last")
+    assert tokens.ids.tolist() == expected["input_ids"]
+    assert tokenizer.decode(tokens.ids[tokens.mask]) == supervised[1]
 
 
 def test_tool_calls_and_reasoning_render_as_in_transformers(tokenizer: Tokenizer) -> None:

@@ -126,6 +126,13 @@ THINKING = """
 """
 """Removes the thoughts of all turns before the last user message."""
 
+THINKING_GENERATION = THINKING.replace(
+    "    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}\n",
+    "    {{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.role == 'assistant' %}{% generation %}{{ content }}<|im_end|>{% endgeneration %}"
+    "{%- else %}{{ content }}<|im_end|>{% endif %}{{ '\\n' }}\n",
+)
+
 PREFIX_TEMPLATES = {
     "chatml": CHATML,
     "llama-3": LLAMA_3,

@@ -15,6 +15,7 @@ the fields `system` (a system prompt), `tools` (a list of JSON schemas, or the J
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -259,6 +260,9 @@ def _chat(messages: list[dict[str, Any]], tools: list[Any] | None, *, num_contex
 
 
 def _messages(value: Any, field: str) -> list[dict[str, Any]]:
+    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        # datasets' Sequence of objects: one list per field
+        value = [dict(zip(value, row, strict=True)) for row in itertools.zip_longest(*value.values())]
     if not isinstance(value, list) or not value:
         raise BadSampleError("missing fields", f"expected a list of messages in '{field}', got {_show(value)}")
     return [_message(message, f"{field}[{index}]") for index, message in enumerate(value)]

@@ -67,6 +67,9 @@ class SampleStats:
     unterminated: int = 0
     """Samples whose last answer does not end with a special token: from these, a model does not learn to stop."""
 
+    misaligned: int = 0
+    """Samples in which an answer starts within a token: prompts end with other tokens when the model is used."""
+
     @property
     def supervised_share(self) -> float:
         """Supervised tokens among all tokens."""
@@ -208,6 +211,7 @@ def tokenize_samples(
         stats.samples += 1
         stats.truncated += any(changed)
         stats.unterminated += not all(tokens.terminated for tokens in result)
+        stats.misaligned += not all(tokens.aligned for tokens in result)
         for tokens in filter(None, fitted):
             kept_ids.append(tokens.ids.astype(tokenizer.dtype))
             kept_masks.append(tokens.mask)
@@ -270,7 +274,7 @@ def _encode_documents(
             if not len(ids) or ids[-1] != tokenizer.eot_id:  # some tokenizers add it
                 ids = np.append(ids, tokenizer.eot_id)
             mask, turn_ends = np.ones(len(ids), np.bool_), range(1, len(ids) + 1)
-            yield document, [SupervisedTokens(ids, mask, turn_ends, terminated=True)]
+            yield document, [SupervisedTokens(ids, mask, turn_ends, terminated=True, aligned=True)]
 
 
 def _is_valid_unicode(text: str) -> bool:

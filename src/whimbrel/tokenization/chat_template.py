@@ -85,6 +85,8 @@ class SupervisedTokens(NamedTuple):
     """Number of tokens up to the end of each assistant turn: where the conversation can be truncated."""
     terminated: bool
     """Whether the last supervised turn ends with a special token, so that the model learns to stop."""
+    aligned: bool
+    """Whether every supervised turn starts with a new token; else prompts end with other tokens than in training."""
 
 
 class ChatTemplate:
@@ -496,8 +498,13 @@ def _supervise(
             mask |= (starts < end) & (ends > start)
     if not mask.any():
         raise _request_error("the chat template renders no token of an assistant turn: there is nothing to train on")
-    turn_ends = tuple(int(np.count_nonzero(starts < end)) for _, end in turns)
-    return SupervisedTokens(ids, mask, turn_ends, bool(turns) and turns[-1][1] in text.special_ends)
+    return SupervisedTokens(
+        ids,
+        mask,
+        turn_ends=tuple(int(np.count_nonzero(starts < end)) for _, end in turns),
+        terminated=bool(turns) and turns[-1][1] in text.special_ends,
+        aligned=not any(((starts < start) & (ends > start)).any() for start, _ in turns),
+    )
 
 
 def _trim(turn: tuple[int, int], text: _RenderedText) -> tuple[int, int]:

@@ -82,6 +82,12 @@ VALID = [
     ),
     ({"conversations": [USER, ASSISTANT]}, "sharegpt", [USER, ASSISTANT], None),
     (
+        {"conversations": {"from": ["human", "gpt"], "value": ["Hi", "Hello!"]}},
+        "sharegpt",
+        [USER, ASSISTANT],
+        None,
+    ),
+    (
         {
             "conversations": [
                 {"from": "human", "value": "Hi"},
@@ -168,6 +174,7 @@ BAD = [
     ({"messages": [message("user", [{"type": "image_url"}]), ASSISTANT]}, "nested content", "image_url"),
     ({"messages": [USER]}, "no assistant turn", "expected an assistant turn"),
     ({"messages": [USER, {**ASSISTANT, "weight": 0}]}, "no assistant turn", "expected an assistant turn"),
+    ({"messages": {"role": ["user", "assistant"], "content": ["Hi"]}}, "missing fields", "content, got none"),
     ({"messages": []}, "missing fields", "expected a list of messages in 'messages', got"),
     ({"messages": "Hi"}, "missing fields", "expected a list of messages"),
     ({"messages": ["Hi"]}, "missing fields", r"expected messages\[0\] to be an object"),

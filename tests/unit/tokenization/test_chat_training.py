@@ -30,6 +30,7 @@ from whimbrel.tokenization import (
     load_chat_template,
     load_tokenizer,
     template_sandbox,
+    train_tokenizer,
 )
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -140,6 +141,20 @@ def test_a_template_without_a_special_token_at_the_end_is_reported(tokenizer: To
     [tokens] = ChatTemplate(without_end).encode_for_training(tokenizer, [Chat(MESSAGES)])
     assert tokenizer.decode(tokens.ids[tokens.mask]) == "Eins.Zwei."
     assert not tokens.terminated
+
+
+def test_answers_that_start_within_a_token_are_reported() -> None:
+    bpe = train_tokenizer(["Bot: Eins. Zwei."] * 9, 290, min_frequency=1).with_special_tokens(["</s>"])
+    source = (
+        "{% for m in messages %}{{ 'Bot: ' if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Bot: ' }}{% endif %}"
+    )
+    [tokens] = ChatTemplate(source).encode_for_training(bpe, [Chat(MESSAGES)])
+    assert bpe.decode(tokens.ids[tokens.mask]) == " Eins.</s> Zwei.</s>"
+    assert not tokens.aligned
+    [tokens] = ChatTemplate(source.replace("Bot: ", "Bot:\\n")).encode_for_training(bpe, [Chat(MESSAGES)])
+    assert bpe.decode(tokens.ids[tokens.mask]) == "Eins.</s>Zwei.</s>"
+    assert tokens.aligned
 
 
 def test_the_tokenizer_adds_bos_if_the_template_does_not(tokenizer: Tokenizer) -> None:
