@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.base.files import atomic_directory, parse_json
+from whimbrel.config import not_one_of
 from whimbrel.data.conversations import BadSampleError, Conversation, ConversationReader, Document, Sample
 from whimbrel.tokenization import Chat, ChatTemplate, SupervisedTokens, Tokenizer, TrainOn
 
@@ -188,6 +189,8 @@ def tokenize_samples(
     Preference pairs are never truncated, only dropped. `template` may be None if there are only documents. A sample
     that the template rejects raises DataError with its line; if the reader skips bad rows, it is counted in its report.
     """
+    if too_long not in get_args(TooLong):
+        raise ConfigError(not_one_of("too_long", too_long, get_args(TooLong)))
     stats = SampleStats()
     kept_ids: list[NDArray[Any]] = []
     kept_masks: list[NDArray[np.bool_]] = []
@@ -243,7 +246,7 @@ def _encode_samples(
             yield from _encode_documents(documents, tokenizer)
             continue
         if template is None:
-            raise ConfigError("these are conversations, but the model has no chat template: choose one with template")
+            raise ConfigError('expected a chat template for conversations, got none: choose one (template = "chatml")')
         pending: deque[Sample] = deque()  # read ahead by encode_for_training, which encodes batches
         results = template.encode_for_training(tokenizer, _chats(group, pending), train_on)
         for first in results:

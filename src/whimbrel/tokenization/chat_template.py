@@ -12,13 +12,14 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.base.files import atomic_file
+from whimbrel.config import not_one_of
 from whimbrel.tokenization.template_sandbox import (
     GENERATION_MARKERS,
     InvalidTemplateError,
@@ -187,6 +188,8 @@ class ChatTemplate:
         template that renders the start of a conversation in the same way whatever follows; others are rejected unless
         `train_on="last"`, which omits messages after the last assistant turn.
         """
+        if train_on not in get_args(TrainOn):
+            raise ConfigError(not_one_of("train_on", train_on, get_args(TrainOn)))
         for batch in _batches(chats):
             jobs = [self._training_job(chat, train_on) for chat in batch]
             valid = [job for job in jobs if not isinstance(job, RequestError)]

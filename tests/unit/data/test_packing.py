@@ -228,8 +228,12 @@ def test_saved_samples_are_loaded_unchanged(tmp_path) -> None:
 
 def test_conversations_need_a_template() -> None:
     assert len(tokenize_samples([Document("a", "A story.")], TOKENIZER, None)) == 1
-    with pytest.raises(ConfigError, match="no chat template"):
+    with pytest.raises(ConfigError, match="expected a chat template"):
         tokenize_samples(conversations(1), TOKENIZER, None)
+    with pytest.raises(ConfigError, match="train_on: expected one of assistant, last, all, got 'user'"):
+        tokenize(conversations(1), train_on="user")
+    with pytest.raises(ConfigError, match="too_long: expected one of truncate, drop, got 'cut'"):
+        tokenize(conversations(1), too_long="cut")
 
 
 def test_splits_are_disjoint_and_deterministic() -> None:
