@@ -33,6 +33,9 @@ __all__ = ["GPT", "IGNORE_INDEX", "Block", "GPTOutput", "GPTStage", "resize_voca
 
 IGNORE_INDEX = -100
 """Labels with this value are excluded from the loss."""
+HeadLoss = Callable[[Tensor, Tensor], Tensor]
+"""From hidden states (batch * tokens, width) and the weight of the head (padded vocabulary, width) to a loss of any
+shape. Rows of the weight from `vocab_size` on are padding."""
 
 
 class GPTOutput(NamedTuple):
@@ -176,6 +179,7 @@ class GPT(nn.Module):
         cache: KVCache | HFCache | None = None,
         documents: Tensor | None = None,
         logits_to_keep: int | None = None,
+        loss_fn: HeadLoss | None = None,
     ) -> GPTOutput:
         """Logits of `input_ids` (batch, tokens), and the loss of `labels` or `targets`.
 
@@ -191,7 +195,13 @@ class GPT(nn.Module):
             cache: Keys and values of earlier tokens; those of `input_ids` are appended.
             documents: (batch, tokens), a document number for each token; tokens attend only within their document.
             logits_to_keep: Compute logits for this many last positions only.
+            loss_fn: Computes `loss` instead, from hidden states and the weight of the head, without logits: a loss per
+                token, for example. The functions `linear_*` in `whimbrel.ops` do not materialize all logits.
         """
+        if loss_fn is not None:
+            if labels is not None or targets is not None:
+                raise ConfigError("expected loss_fn, or labels or targets for the next-token loss, got both")
+            return_logits = False if return_logits is None else return_logits
         if labels is not None:
             if targets is not None:
                 raise ConfigError("expected labels (shifted in the model) or targets (already shifted), got both")
@@ -202,6 +212,8 @@ class GPT(nn.Module):
             return_logits = targets is None
         kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
         logits = self.logits(kept) if return_logits else None
+        if loss_fn is not None:
+            return GPTOutput(loss_fn(hidden.flatten(0, 1), self.lm_head.weight), logits)
         if targets is None:
             return GPTOutput(None, logits)
         loss_sum = next_token_loss(self.config, hidden, self.lm_head.weight, targets)

@@ -16,7 +16,14 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from whimbrel.base.errors import DataError
 
-__all__ = ["fused_loss_and_gradient_", "linear_cross_entropy", "linear_cross_entropy_reference"]
+__all__ = [
+    "check_targets",
+    "chunk_tokens",
+    "fused_loss_and_gradient_",
+    "linear_cross_entropy",
+    "linear_cross_entropy_reference",
+    "loss_and_gradient_",
+]
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**20, "mps": 2**27}
 """Bytes of logits per chunk, by device type; on a CPU they fit in its cache."""
@@ -57,7 +64,7 @@ def linear_cross_entropy(
     `torch.nn.functional.cross_entropy`, to avoid a synchronization.
     `inplace_backward` saves memory; it must be False if the backward pass runs twice.
     """
-    _check_targets(targets_N, vocab_size, ignore_index)
+    check_targets(targets_N, vocab_size, ignore_index)
     device = hidden_NC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
     grad_enabled = torch.is_grad_enabled()
@@ -68,7 +75,7 @@ def linear_cross_entropy(
     return cast(Tensor, loss)
 
 
-def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise for ids outside the vocabulary: the loss of padding rows is infinite, beyond them it is undefined."""
     if targets.is_meta or getattr(targets, "fake_mode", None) is not None:
         return
@@ -81,6 +88,12 @@ def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
             )
     else:
         torch._assert_async(~invalid.any(), f"a target id is outside the vocabulary of {vocab_size} tokens")
+
+
+def chunk_tokens(hidden: Tensor, bytes_per_token: int) -> int:
+    """Tokens per chunk of logits that take `bytes_per_token`."""
+    chunk_bytes = CHUNK_BYTES.get("cuda" if hidden.is_cuda else hidden.device.type, 2**27)
+    return max(MIN_CHUNK_TOKENS, chunk_bytes // bytes_per_token) // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -102,16 +115,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_cast, weight_cast = hidden.to(dtype), weight.to(dtype)
             grad_hidden = torch.empty_like(hidden_cast) if needs_grad[0] else None
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-            chunk_bytes = CHUNK_BYTES.get("cuda" if hidden.is_cuda else device, 2**27)
-            rows = max(MIN_CHUNK_TOKENS, chunk_bytes // (weight.shape[0] * dtype.itemsize))
-            rows = rows // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
+            rows = chunk_tokens(hidden, weight.shape[0] * dtype.itemsize)
             # Several chunks are accumulated in fp32. One chunk needs no accumulation, which saves memory.
             grad_dtype = weight.dtype if rows >= hidden.shape[0] else torch.promote_types(weight.dtype, torch.float32)
             grad_weight = torch.zeros_like(weight, dtype=grad_dtype) if needs_grad[1] else None
             for start in range(0, hidden.shape[0], rows):
                 chunk = slice(start, start + rows)
                 logits = hidden_cast[chunk] @ weight_cast.T
-                losses[chunk] = _loss_and_gradient_(
+                losses[chunk] = loss_and_gradient_(
                     logits, targets[chunk], vocab_size, softcap, ignore_index, any(needs_grad)
                 )
                 if grad_hidden is not None:
@@ -141,16 +152,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def fused_loss_and_gradient_(
     logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
-    """`_loss_and_gradient_` in one Triton kernel; a TorchFunctionMode can override it, like any torch function."""
+    """`loss_and_gradient_` in one Triton kernel; a TorchFunctionMode can override it, like any torch function."""
     if not torch.compiler.is_compiling() and has_torch_function_unary(logits):
         arguments = (logits, targets, vocab_size, softcap, ignore_index, gradient)
         return handle_torch_function(fused_loss_and_gradient_, (logits,), *arguments)
-    from whimbrel.ops.cross_entropy_triton import loss_and_gradient_
+    from whimbrel.ops import cross_entropy_triton
 
-    return loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)
+    return cross_entropy_triton.loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)
 
 
-def _loss_and_gradient_(
+def loss_and_gradient_(
     logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
     """The loss of each row; with `gradient`, overwrites `logits` with the gradient of the summed loss."""
