@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from whimbrel.train.build import SampleFunction
     from whimbrel.train.callback import StopRequest, TrainerCallback, TrainerControl, TrainerState, TrainOutput
     from whimbrel.train.config import RunConfig, load_run_config
+    from whimbrel.train.distill import Distillation, precompute_teacher
     from whimbrel.train.evaluation import PredictionOutput
     from whimbrel.train.objectives import (
         LossOutput,
@@ -23,15 +24,20 @@ if TYPE_CHECKING:
         loss_and_logits_from_outputs,
         loss_from_outputs,
     )
+    from whimbrel.train.preference import DPO, ORPO
     from whimbrel.train.run_directory import read_log
     from whimbrel.train.strategies import AccelTrainer, DDPTrainer, FSDPTrainer, PipelineTrainer
+    from whimbrel.train.target_values import precompute_reference
     from whimbrel.train.trainer import BaseTrainer, Trainer, train
 
 __all__ = [
+    "DPO",
+    "ORPO",
     "AccelTrainer",
     "BaseTrainer",
     "BaseTrainingArguments",
     "DDPTrainer",
+    "Distillation",
     "FSDPTrainer",
     "LossOutput",
     "MinimalTrainingArguments",
@@ -51,6 +57,8 @@ __all__ = [
     "logits_from_outputs",
     "loss_and_logits_from_outputs",
     "loss_from_outputs",
+    "precompute_reference",
+    "precompute_teacher",
     "read_log",
     "train",
 ]
@@ -62,7 +70,9 @@ __getattr__, __dir__ = lazy_exports(
         "build": ["SampleFunction"],
         "callback": ["StopRequest", "TrainOutput", "TrainerCallback", "TrainerControl", "TrainerState"],
         "config": ["RunConfig", "load_run_config"],
+        "distill": ["Distillation", "precompute_teacher"],
         "evaluation": ["PredictionOutput"],
+        "preference": ["DPO", "ORPO"],
         "run_directory": ["read_log"],
         "objectives": [
             "LossOutput",
@@ -72,6 +82,7 @@ __getattr__, __dir__ = lazy_exports(
             "loss_from_outputs",
         ],
         "strategies": ["AccelTrainer", "DDPTrainer", "FSDPTrainer", "PipelineTrainer"],
+        "target_values": ["precompute_reference"],
         "trainer": ["BaseTrainer", "Trainer", "train"],
     },
 )

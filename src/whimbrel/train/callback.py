@@ -106,17 +106,23 @@ class RunningTotals:
     grad_norm: float = 0.0
     lr: float = 0.0
     seconds: float = 0.0
+    unlogged_metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Sum and number of values of each metric of the objective, which it may report in some steps only."""
 
-    def add(self, loss: float, grad_norm: float, lr: float, seconds: float) -> None:
-        """Add a finished step."""
+    def add(self, loss: float, grad_norm: float, lr: float, seconds: float, metrics: dict[str, float]) -> None:
+        """Add a finished step; `metrics` are those of the objective."""
         self.steps, self.unlogged_steps = self.steps + 1, self.unlogged_steps + 1
         self.loss, self.unlogged_loss = self.loss + loss, self.unlogged_loss + loss
         self.grad_norm, self.lr, self.seconds = grad_norm, lr, self.seconds + seconds
+        for name, value in metrics.items():
+            total, count = self.unlogged_metrics.get(name, (0.0, 0))
+            self.unlogged_metrics[name] = [total + value, count + 1]
 
     def pop_logs(self) -> dict[str, float]:
-        """The mean loss since the last call, with the newest gradient norm and learning rate."""
+        """The mean loss and metrics since the last call, with the newest gradient norm and learning rate."""
         logs = {"loss": self.unlogged_loss / self.unlogged_steps, "grad_norm": self.grad_norm, "learning_rate": self.lr}
-        self.unlogged_steps, self.unlogged_loss = 0, 0.0
+        logs |= {name: total / count for name, (total, count) in self.unlogged_metrics.items()}
+        self.unlogged_steps, self.unlogged_loss, self.unlogged_metrics = 0, 0.0, {}
         return logs
 
 

@@ -17,6 +17,7 @@ from whimbrel.train.arguments import MinimalTrainingArguments
 from whimbrel.train.config import TrainerConfig
 from whimbrel.train.evaluation import has_metric
 from whimbrel.train.hf_compat import HYPERPARAMETER_SEARCH, TRAINER_ALTERNATIVES, overrides
+from whimbrel.train.objectives import FunctionObjective, Objective
 
 __all__ = [
     "check_arguments",
@@ -24,6 +25,7 @@ __all__ = [
     "check_datasets",
     "check_metric",
     "check_no_trial",
+    "check_objective",
     "check_parallel",
     "check_train_dataset",
     "reject_unknown_arguments",
@@ -39,6 +41,15 @@ def check_no_trial(trial: object) -> None:
     """Raise for the trial of a hyperparameter search, which transformers passes to train() and model_init."""
     if trial is not None:
         raise ConfigError(f"expected trial=None: {HYPERPARAMETER_SEARCH}")
+
+
+def check_objective(objective: Objective | None, config: TrainerConfig) -> None:
+    """Raise for an objective that does not work with the settings."""
+    if isinstance(objective, FunctionObjective) and config.train.optimizer_in_backward:
+        raise ConfigError(
+            "a function as objective does not work with train.optimizer_in_backward, which updates weights before the "
+            "function has counted all targets: subclass Objective and implement count"
+        )
 
 
 def reject_wrapped_model(model: nn.Module) -> None:
@@ -182,7 +193,10 @@ def check_metric(trainer: Any) -> None:
         for callback in trainer.callbacks.handling("on_evaluate")
     ]
     metrics_are_known = (
-        not overrides(trainer, "evaluate", "_eval_loop") and trainer.compute_metrics is None and all(are_builtin)
+        not overrides(trainer, "evaluate", "_eval_loop")
+        and trainer.compute_metrics is None
+        and trainer.objective is None
+        and all(are_builtin)
     )
     if not metrics_are_known or not (compared or (evaluates and metric != "loss")):
         return

@@ -23,6 +23,7 @@ __all__ = [
     "EvalPrediction",
     "PredictionOutput",
     "call_compute_metrics",
+    "eval_mode",
     "evaluate_batches",
     "find_metric",
     "get_labels",
@@ -61,13 +62,14 @@ class EvalPrediction:
 
 
 class EvalLoopOutput(NamedTuple):
-    """The mean loss over all targets of all ranks (None if no batch has one), and predictions and labels if they were
-    gathered; equal on every rank.
+    """The mean loss over all targets of all ranks (None if no batch has one), predictions and labels if they were
+    gathered, and the means of the objective's metrics; equal on every rank.
     """
 
     loss: float | None
     predictions: Any
     label_ids: Any
+    metrics: dict[str, float]
 
 
 def evaluate_batches(
@@ -92,11 +94,11 @@ def evaluate_batches(
     """
     parts: list[tuple[Any, Any]] = []
     """Predictions and labels of each batch; None without them."""
-    total = LossAccumulator()
+    total, metrics = LossAccumulator(), dict[str, LossAccumulator]()
     # A custom loss function may return a mean and ignore the divisor.
     has_custom_loss = isinstance(objective, ComputeLossObjective) or getattr(objective, "loss_func", None) is not None
     is_mean = step is not None or has_custom_loss
-    with _eval_mode(model):
+    with eval_mode(model):
         for item in itertools.islice(batches, limit):
             batch, counts = (item.batch, False) if isinstance(item, DummyBatch) else (item, True)
             batch_logits = batch_labels = None
@@ -104,31 +106,43 @@ def evaluate_batches(
                 if step is None:
                     count = objective.count(model, batch)
                     divisor = count.clamp(min=1) if is_mean else torch.ones_like(count)
-                    loss = objective(model, batch, divisor).loss
+                    loss, _, extra, _ = objective(model, batch, divisor)
                 else:
                     loss, batch_logits, batch_labels = step(batch)
-                    count = objective.count(model, batch)
+                    count, extra = objective.count(model, batch), {}
             if loss is not None and counts:
                 (total.add_mean if is_mean else total.add)(loss.mean(), count)
+                for name, value in extra.items():
+                    metrics.setdefault(name, LossAccumulator()).add(value, count)
             if gather and preprocess is not None and batch_logits is not None:
                 batch_logits = preprocess(batch_logits, batch_labels)
             if gather:
                 parts.append((_to_host(batch_logits), _to_host(batch_labels)) if counts else (None, None))
             on_batch()
-    return _combine(world.all_gather_dp((total.result(), parts)))
+    sums = {name: value.result() for name, value in metrics.items()}
+    return _combine(world.all_gather_dp((total.result(), parts, sums)))
 
 
-def _combine(ranks: list[tuple[HeldOutLoss | None, list[tuple[Any, Any]]]]) -> EvalLoopOutput:
-    """The loss of all ranks together, and their predictions and labels, batch by batch in the order of ranks."""
-    losses = [loss for loss, _ in ranks if loss is not None]
-    total = HeldOutLoss(sum(loss.loss_sum for loss in losses), sum(loss.num_tokens for loss in losses))
-    ordered = [part for batch in zip(*(parts for _, parts in ranks), strict=True) for part in batch]
+def _combine(
+    ranks: list[tuple[HeldOutLoss | None, list[tuple[Any, Any]], dict[str, HeldOutLoss | None]]],
+) -> EvalLoopOutput:
+    """Loss and metrics of all ranks together; predictions and labels batch by batch, in the order of ranks."""
+    losses = [loss for loss, _, _ in ranks if loss is not None]
+    names = list(dict.fromkeys(name for _, _, metrics in ranks for name in metrics))
+    ordered = [part for batch in zip(*(parts for _, parts, _ in ranks), strict=True) for part in batch]
     predictions, labels = ([part[i] for part in ordered if part[i] is not None] for i in (0, 1))
     return EvalLoopOutput(
-        total.loss if losses else None,
+        _sum(losses).loss if losses else None,
         _concatenate(predictions) if predictions else None,
         _concatenate(labels) if labels else None,
+        {name: _sum([metrics.get(name) for _, _, metrics in ranks]).loss for name in names},
     )
+
+
+def _sum(parts: Sequence[HeldOutLoss | None]) -> HeldOutLoss:
+    """The sum over all ranks of a loss or metric, and its number of targets."""
+    found = [part for part in parts if part is not None]
+    return HeldOutLoss(sum(part.loss_sum for part in found), sum(part.num_tokens for part in found))
 
 
 def call_compute_metrics(
@@ -187,7 +201,7 @@ def greater_is_better(name: str, setting: bool | None = None) -> bool:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:

@@ -12,23 +12,26 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from whimbrel.base.errors import DataError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.distributed import unwrap
 from whimbrel.models import IGNORE_INDEX
 
 __all__ = [
     "ComputeLossObjective",
     "DummyBatch",
+    "FunctionObjective",
     "LossOutput",
     "ModelObjective",
     "Objective",
+    "ObjectiveFunction",
+    "as_objective",
     "logits_from_outputs",
     "loss_and_logits_from_outputs",
     "loss_from_outputs",
@@ -39,6 +42,9 @@ __all__ = [
 LossFunction = Callable[..., Tensor]
 """`(outputs, labels, num_items_in_batch=N) -> loss`: the sum over the batch's targets, divided by N."""
 Batch = tuple[Tensor, Tensor] | Mapping[str, Any]
+ObjectiveFunction = Callable[[nn.Module, Any], Any]
+"""`(model, batch) -> loss_sum, count` or `loss_sum, count, metrics`: sums over the targets of the batch (tokens,
+samples or pairs) and their number. The trainer divides by the number of targets in the optimizer step."""
 
 
 class LossOutput(NamedTuple):
@@ -50,6 +56,8 @@ class LossOutput(NamedTuple):
     """The model's outputs, for predictions."""
     metrics: Mapping[str, Tensor] = {}
     """Additional scalars to log, weighted like the loss: sums over the targets divided by `num_items`."""
+    num_targets: Tensor | None = None
+    """The number of targets, from an objective that knows it only after its forward pass: `FunctionObjective`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,11 @@ class Objective(ABC):
     """Base class of objectives. A subclass implements `__call__`, and `count` if labels are not in `batch["labels"]`.
 
     Instances are passed to the trainer as `objective=`.
+    """
+
+    columns: ClassVar[tuple[str, ...] | None] = ()
+    """Columns of a `datasets.Dataset` that the objective reads, in addition to the inputs of the model and labels.
+    Others are dropped (`remove_unused_columns`). None: unknown, so all are kept.
     """
 
     def count(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -295,6 +308,68 @@ class ComputeLossObjective(Objective):
                 f"expected (loss, outputs) from compute_loss(..., return_outputs=True), got {type(result).__name__}"
             )
         return LossOutput(weighted_mean(scalar_loss(result[0], "compute_loss"), count, num_items), result[1])
+
+
+@dataclass(slots=True)
+class FunctionObjective(Objective):
+    """The loss from a function that returns the sum over the targets of a batch, their number, and metrics.
+
+    The number of targets is known only after the forward pass, too late to divide the loss of a micro-batch by that of
+    the step. So `TrainStep` accumulates the gradients of sums, and divides them before it clips them. Elsewhere
+    (evaluation), `count` calls the function and keeps its result for `__call__`.
+    """
+
+    columns: ClassVar = None
+    function: ObjectiveFunction
+    _last: tuple[Any, LossOutput] | None = field(init=False, default=None)
+    """The last counted batch and its sums."""
+
+    def count(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The number of targets that the function returns."""
+        output = self._call(model, batch)
+        self._last = batch, output
+        assert output.num_targets is not None
+        return output.num_targets
+
+    def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
+        """The function's sums, divided by `num_items`; there are no outputs."""
+        del with_logits
+        is_counted = self._last is not None and self._last[0] is batch
+        output = self._last[1] if self._last is not None and is_counted else self._call(model, batch)
+        self._last = None
+        assert output.loss is not None
+        metrics = {name: value / num_items for name, value in output.metrics.items()}
+        return LossOutput(output.loss / num_items, None, metrics, output.num_targets)
+
+    def _call(self, model: nn.Module, batch: Batch) -> LossOutput:
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        result = self.function(model, shallow_copy(batch))
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            raise DataError(
+                f"expected (loss_sum, count) or (loss_sum, count, metrics) from the objective {name}, got "
+                f"{f'{len(result)} values' if isinstance(result, tuple) else type(result).__name__}"
+            )
+        loss, count, metrics = (*result, {})[:3]
+        loss = scalar_loss(loss, f"the objective {name}")
+        for value in (count, *metrics.values()):
+            if torch.as_tensor(value).numel() != 1:
+                raise DataError(f"expected count and metrics from the objective {name} as scalars, got {value!r}")
+        return LossOutput(
+            loss,
+            None,
+            {key: torch.as_tensor(value, device=loss.device).detach().reshape(()) for key, value in metrics.items()},
+            torch.as_tensor(count, device=loss.device).detach().reshape(()),
+        )
+
+
+def as_objective(objective: Any) -> Objective | None:
+    """An objective from a function; raises ConfigError for anything else but an objective or None."""
+    if objective is None or isinstance(objective, Objective):
+        return objective
+    if isinstance(objective, type) or not callable(objective):
+        got = f"the class {objective.__name__}" if isinstance(objective, type) else type(objective).__name__
+        raise ConfigError(f"expected an Objective or a function (model, batch) as objective, got {got}")
+    return FunctionObjective(objective)
 
 
 def weighted_mean(mean: Tensor, count: Tensor, num_items: Tensor) -> Tensor:

@@ -321,6 +321,7 @@ class OverridableMethodsMixin(ABC):
         limited = eval_token_batches(batches, config.tokens) if isinstance(batches, TokenBatches) else batches
         result = self._evaluate_batches(limited, batches, gather=self.compute_metrics is not None, limit=config.batches)
         metrics = {} if result.loss is None else {"eval_loss": result.loss}
+        metrics |= {f"eval_{name}": value for name, value in result.metrics.items()}
         if self.compute_metrics is not None:
             if result.predictions is None or result.label_ids is None:
                 missing = "predictions" if result.predictions is None else f"labels ({', '.join(self.label_names)})"
@@ -496,8 +497,10 @@ class OverridableMethodsMixin(ABC):
         if isinstance(dataset, TokenDataLoader):
             size = dataset.B if not shuffle or size is None else size
         loader = self.config.loader if shuffle else replace(self.config.loader, drop_last=False)
-        if loader.remove_unused_columns:
-            dataset = drop_unused_columns(dataset, self.unwrapped_model(), loader.label_names or ())
+        columns = () if self.objective is None else self.objective.columns
+        if loader.remove_unused_columns and columns is not None:
+            kept = (*(loader.label_names or ()), *columns)
+            dataset = drop_unused_columns(dataset, self.unwrapped_model(), kept)
         return make_batches(
             dataset,
             size or self.config.train.micro_batch or 1,

@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel.distributed import DiLoCo, PipelineModel, World, clip_gradients_, gradient_norm, gradient_sync
+from whimbrel.distributed.state import to_local
 from whimbrel.optim import OptimizerInBackward
 from whimbrel.precision import MixedPrecision
 from whimbrel.train.batches import Batches, token_count
 from whimbrel.train.device import Stopwatch
-from whimbrel.train.objectives import DummyBatch, LossOutput, ModelObjective, Objective, zero_backward
+from whimbrel.train.objectives import (
+    DummyBatch,
+    FunctionObjective,
+    LossOutput,
+    ModelObjective,
+    Objective,
+    zero_backward,
+)
 
 __all__ = ["NonFiniteError", "Scheduler", "StepMetrics", "TrainStep"]
 
@@ -106,10 +114,13 @@ class TrainStep:
 
         # The step's loss is one mean over the targets of all micro-batches of all ranks, so all are counted before the
         # first backward pass, and each loss is divided by the total.
-        with self.precision.autocast():
-            counts = [self._count(batch) for batch in micro_batches]
-        num_items = self.world.loss_divisor(torch.stack(counts).sum())
-        loss, extra = self._forward_backward(micro_batches, num_items)
+        if isinstance(self.objective, FunctionObjective) and self.training_step is None:
+            loss, extra = self._forward_backward_sums(micro_batches)
+        else:
+            with self.precision.autocast():
+                counts = [self._count(batch) for batch in micro_batches]
+            num_items = self.world.loss_divisor(torch.stack(counts).sum())
+            loss, extra, _ = self._forward_backward(micro_batches, num_items)
         norm = self._clip_gradients()
         if self.world.dp_size > 1:
             loss, norm, extra = self._mean_over_ranks(loss, norm, extra)
@@ -133,24 +144,42 @@ class TrainStep:
         self._pending.append(_PendingMetrics(step, values, tuple(extra), lr, tokens, start, self._step_end, skipped))
         return tokens
 
-    def _forward_backward(self, micro_batches: list[Any], num_items: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and the extra metrics of all micro-batches; accumulates their gradients."""
+    def _forward_backward_sums(self, micro_batches: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `_forward_backward`, for targets that are counted in the forward pass: divides gradients afterwards."""
+        device = self._parameters[0].device
+        loss, extra, count = self._forward_backward(micro_batches, torch.ones((), device=device))
+        num_items = self.world.loss_divisor(count)
+        for parameter in self._parameters:
+            grad: Any = parameter.grad
+            if grad is not None:
+                local = to_local(grad)
+                local.div_(num_items.to(local.device))
+        return loss / num_items, {name: value / num_items for name, value in extra.items()}
+
+    def _forward_backward(
+        self, micro_batches: list[Any], num_items: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """The loss and the extra metrics of all micro-batches, and their number of targets if it is counted in the
+        forward pass; accumulates their gradients.
+        """
         if isinstance(self.model, PipelineModel):
             assert isinstance(self.objective, ModelObjective)
             inputs = [self.objective.stage_inputs(self.model, batch) for batch in micro_batches]
-            return self.model.forward_backward(inputs, num_items), {}
-        loss = torch.zeros((), device=num_items.device)
+            return self.model.forward_backward(inputs, num_items), {}, num_items
+        loss, count = torch.zeros((), device=num_items.device), torch.zeros((), device=num_items.device)
         extra: dict[str, Tensor] = {}
         for index, batch in enumerate(micro_batches, start=1):
             with gradient_sync(self.model, last=index == len(micro_batches)):
                 output = self._run_micro_batch(batch, num_items)
             assert output.loss is not None
             loss += output.loss.detach()
+            if output.num_targets is not None and not isinstance(batch, DummyBatch):
+                count += output.num_targets
             for name, value in output.metrics.items():
                 extra[name] = extra.get(name, 0.0) + value.detach()
             if index < len(micro_batches):
                 self.dispatch("on_substep_end")
-        return loss, extra
+        return loss, extra, count
 
     def _run_micro_batch(self, batch: Any, num_items: Tensor) -> LossOutput:
         """Forward and backward pass; those of a filler have weight 0, even if it ignores `num_items`."""

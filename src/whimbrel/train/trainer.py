@@ -37,7 +37,7 @@ from whimbrel.train.device import Stopwatch, choose_device, device_name, peak_fl
 from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_better, has_metric
 from whimbrel.train.hf_compat import ProcessFlag, check_overrides, missing_attribute, overrides
 from whimbrel.train.memory_mesh import resolve_strategy
-from whimbrel.train.objectives import LossFunction, Objective
+from whimbrel.train.objectives import LossFunction, Objective, ObjectiveFunction, as_objective
 from whimbrel.train.overridable import Accelerator, OverridableMethodsMixin
 from whimbrel.train.random_state import rank_seed, seed_everything
 from whimbrel.train.run_directory import check_directory, record_launch, resume_after_restart, to_json
@@ -78,8 +78,6 @@ class _Session:
     saved_at: float = field(default_factory=time.monotonic)
     save_is_overdue: bool = False
     """Whether the last save is longer ago than `checkpoint.every_minutes`."""
-    extra_metrics: dict[str, float] = field(default_factory=dict)
-    """Extra metrics from the objective for the last reported step."""
 
 
 class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
@@ -109,7 +107,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         model_init: Callable[[], nn.Module] | None = None,
         callbacks: Iterable[Any] | None = None,
         compute_loss_func: LossFunction | None = None,
-        objective: Objective | None = None,
+        objective: Objective | ObjectiveFunction | None = None,
         compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         optimizers: tuple[build.OptimizerChoice, build.SchedulerChoice] = (None, None),
@@ -136,7 +134,9 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.model, self.model_init = model, model_init
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.data_collator = data_collator or collate
-        self.processing_class, self.loss_fn, self.objective = processing_class, compute_loss_func, objective
+        self.processing_class, self.loss_fn = processing_class, compute_loss_func
+        self.objective = as_objective(objective)
+        checks.check_objective(self.objective, self.config)
         self.state, self.control, self.totals = TrainerState(), TrainerControl(), RunningTotals()
         self.callbacks = Callbacks.with_defaults(self.default_callbacks(), callbacks or ())
         self.callbacks.is_main = self.world.is_main
@@ -583,9 +583,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
 
     def _report(self, session: _Session, metrics: StepMetrics, extra: dict[str, float]) -> None:
         """Called with the metrics of each step, once the device has computed them."""
-        session.extra_metrics = extra
         if not metrics.skipped:
-            self.totals.add(metrics.loss, metrics.grad_norm, metrics.lr, metrics.seconds)
+            self.totals.add(metrics.loss, metrics.grad_norm, metrics.lr, metrics.seconds, extra)
             session.skips = 0
         else:
             session.skips += 1
@@ -597,7 +596,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
 
     def _log_step(self, session: _Session) -> None:
         if self.control.should_log and self.totals.unlogged_steps:
-            logs: dict[str, Any] = {**self.totals.pop_logs(), **session.extra_metrics}
+            logs: dict[str, Any] = dict(self.totals.pop_logs())
             self.dispatch("on_log_step", logs=logs)
             self.log(logs)
         self.control.should_log = False
