@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,10 @@ from whimbrel.base.errors import WhimbrelError
 from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.distributed.world import World, join_world
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.train import BaseTrainer, Trainer, TrainingArguments
+from whimbrel.train import DPO, BaseTrainer, Trainer, TrainingArguments
 from whimbrel.train.callbacks import EarlyStoppingCallback
 from whimbrel.train.config import build_run_config
 from whimbrel.train.evaluation import EvalPrediction
-from whimbrel.train.objectives import LossOutput, Objective
 from whimbrel.train.random_state import rank_seed, seed_everything
 
 LENGTH, VOCAB = 8, 32
@@ -63,20 +63,20 @@ class Classifier(nn.Module):
         return logits if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
 
 
-class Preferences(Objective):
-    """A DPO-like objective on pairs of sequences, without labels, with an additional metric."""
+def mean_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The default objective as a function: sums over targets, and their number."""
+    targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    output = model(batch["input_ids"], targets=targets, num_items_in_batch=1.0, return_logits=True)
+    correct = (output.logits.argmax(-1) == targets).sum()
+    return output.loss, (targets != -100).sum(), {"accuracy": correct}
 
-    def count(self, model: nn.Module, batch: Any) -> Tensor:
-        return torch.tensor(len(batch["chosen"]))
 
-    def __call__(self, model: nn.Module, batch: Any, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
-        rewards = [
-            -torch.stack([model(row[None, :-1], targets=row[None, 1:]).loss for row in batch[name]])
-            for name in ("chosen", "rejected")
-        ]
-        margins = rewards[0] - rewards[1]
-        loss = -nn.functional.logsigmoid(margins).sum() / num_items
-        return LossOutput(loss, None, {"margin": margins.detach().sum() / num_items})
+OBJECTIVES: dict[str, Any] = {
+    "preferences": DPO(),
+    "self-preferences": DPO(reference=nullcontext),
+    "function": mean_loss,
+}
+"""The reference of self-preferences is the model itself, in a forward pass of its own."""
 
 
 def make_model(kind: str, dropout: float = 0.0) -> nn.Module:
@@ -98,8 +98,14 @@ def make_examples(count: int, kind: str) -> list[dict[str, Tensor]]:
         rows = torch.randn(count, LENGTH, generator=generator)
         return [{"x": row, "labels": (row[0] > 0).long() + (row[1] > 0)} for row in rows]
     ids = torch.randint(0, VOCAB, (2, count, LENGTH), generator=generator)
+    if kind == "self-preferences":
+        return [{"input_ids": pair, "targets": pair.roll(-1, 1)} for pair in ids.transpose(0, 1)]
     if kind == "preferences":
-        return [{"chosen": a, "rejected": b} for a, b in zip(*ids, strict=True)]
+        reference = -torch.rand(count, 2, LENGTH, generator=generator)
+        return [
+            {"input_ids": pair, "targets": pair.roll(-1, 1), "reference_log_probs": row}
+            for pair, row in zip(ids.transpose(0, 1), reference, strict=True)
+        ]
     examples = []
     for number, row in enumerate(ids[0]):
         labels = row.clone()
@@ -161,8 +167,8 @@ def make_trainer(settings: dict[str, Any], *, world: World | None = None, **argu
     return BaseTrainer(
         args, make_model(kind, settings.get("dropout", 0.0)), world=world,
         train_dataset=make_dataset(make_examples(count, kind), source, batch_size),
-        eval_dataset=None if kind == "preferences" else make_examples(count + 8, kind),
-        objective=Preferences() if kind == "preferences" else None,
+        eval_dataset=make_examples(count + 8, kind),
+        objective=OBJECTIVES.get(kind),
         compute_metrics=hash_predictions if settings.get("metrics") else None,
     )  # fmt: skip
 
@@ -183,7 +189,11 @@ def fit(settings: dict[str, Any], arguments: dict[str, Any], alone: bool = False
     trainer = make_trainer(settings, world=World() if alone else None, **arguments)
     trainer.train()
     state, weights = trainer.state, trainer.unwrapped_model().state_dict()
-    names = [name for name in ("loss", "grad_norm", "margin") if name in state.log_history[0]]
+    names = [
+        name
+        for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "accuracy")
+        if name in state.log_history[0]
+    ]
     found = {
         "curve": [[entry[name] for name in names] for entry in state.log_history if "loss" in entry],
         "epochs": [entry["epoch"] for entry in state.log_history if "loss" in entry],
@@ -191,8 +201,7 @@ def fit(settings: dict[str, Any], arguments: dict[str, Any], alone: bool = False
         "steps": state.max_steps,
         "weights": [float(_full(value).double().square().sum()) for value in weights.values() if not value.is_meta],
     }
-    if trainer.eval_dataset is not None:
-        found["eval"] = trainer.evaluate()
+    found["eval"] = trainer.evaluate()
     return found
 
 

@@ -132,6 +132,10 @@ CELLS: list[tuple[int, dict[str, Any]]] = [
     (2, {"kind": "classifier"}),
     (2, {"kind": "preferences"}),
     (2, {"kind": "preferences", "parallel": {"strategy": "fsdp"}}),
+    (2, {"kind": "self-preferences"}),
+    (2, {"kind": "self-preferences", "parallel": {"strategy": "fsdp"}}),
+    (2, {"kind": "function"}),
+    (2, {"kind": "function", "parallel": {"strategy": "fsdp"}}),
     (4, {"parallel": {"tp": 2}}),
     (4, {"parallel": {"pp": 2}, "metrics": False}),
 ]

@@ -35,6 +35,7 @@ class Distillation(Objective):
     not their values.
     """
 
+    count_name = "supervised_tokens"
     columns: ClassVar = ("targets", "documents", "position_ids", "teacher_ids", "teacher_log_probs")
     temperature: float = 1.0
     """The temperature of the teacher's log-probabilities, and of the model."""

@@ -85,6 +85,8 @@ class Objective(ABC):
     Instances are passed to the trainer as `objective=`.
     """
 
+    count_name: str | None = None
+    """The name under which the number of targets of each step is logged; default: it is not logged."""
     columns: ClassVar[tuple[str, ...] | None] = ()
     """Columns of a `datasets.Dataset` that the objective reads, in addition to the inputs of the model and labels.
     Others are dropped (`remove_unused_columns`). None: unknown, so all are kept.
@@ -123,6 +125,7 @@ class ModelObjective(Objective):
     loss_func: LossFunction | None = None
     forward_kwargs: Callable[[Tensor], dict[str, Any]] = lambda _: {}
     """Further keyword arguments of the model, computed from the inputs of a pair."""
+    count_name: str | None = None
     counts_without_forward: bool = False
     """Never run the model to count targets, because an overridden method computes the loss."""
     _model: nn.Module | None = field(init=False, default=None)

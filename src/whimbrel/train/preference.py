@@ -61,6 +61,7 @@ class Pairs(NamedTuple):
 class PreferenceObjective(Objective):
     """Base class: the loss is a mean over pairs, as are the metrics."""
 
+    count_name = "pairs"
     columns: ClassVar = ("targets", "documents", "position_ids", REFERENCE_COLUMN)
 
     def count(self, model: nn.Module, batch: Batch) -> Tensor:

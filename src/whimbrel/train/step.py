@@ -121,6 +121,8 @@ class TrainStep:
                 counts = [self._count(batch) for batch in micro_batches]
             num_items = self.world.loss_divisor(torch.stack(counts).sum())
             loss, extra, _ = self._forward_backward(micro_batches, num_items)
+            if self.objective.count_name is not None:
+                extra[self.objective.count_name] = num_items * self.world.dp_size  # of all ranks
         norm = self._clip_gradients()
         if self.world.dp_size > 1:
             loss, norm, extra = self._mean_over_ranks(loss, norm, extra)

@@ -735,13 +735,13 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         return greater_is_better(checkpoint.metric, checkpoint.greater_is_better)
 
     def _sequence_length(self) -> int:
-        """Tokens per training sequence, from the loader or the first example; 0 if unknown."""
+        """Tokens per training example, from the loader or the first example; 0 if unknown."""
         if isinstance(self.train_dataloader, TokenBatches):
             return self.train_dataloader.loader.T
         assert self.train_dataloader is not None
         example = self.train_dataloader.first_example()
         inputs = example.get("input_ids") if isinstance(example, Mapping) else None
-        return 0 if inputs is None else len(inputs)
+        return 0 if inputs is None else torch.as_tensor(inputs).numel()
 
     def _micro_batch(self) -> int | None:
         """Samples per forward pass; a DataLoader's own batch size takes precedence over the config."""

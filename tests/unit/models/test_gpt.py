@@ -164,6 +164,19 @@ def test_gradients_of_the_fused_loss_equal_those_of_full_logits():
         torch.testing.assert_close(fused[name], parameter.grad, msg=name)
 
 
+def test_a_loss_function_gets_hidden_states_and_head():
+    model = GPT(KINDS["gpt2"])
+    ids = torch.randint(0, 97, (2, 6))
+    output = model(ids, loss_fn=lambda hidden, head: (hidden @ head.T)[:, :97])
+    assert output.logits is None
+    logits = model(ids).logits
+    torch.testing.assert_close(output.loss.view_as(logits), logits)
+    assert model(ids, loss_fn=lambda hidden, head: hidden.sum(), return_logits=True).logits is not None
+    for names in ("labels", "targets"):
+        with pytest.raises(ConfigError, match="expected loss_fn, or labels or targets"):
+            model(ids, loss_fn=lambda hidden, head: hidden, **{names: ids})
+
+
 def test_vocabulary_padding_does_not_affect_outputs():
     padded, unpadded = (GPT(replace(TINY, vocab_multiple=multiple)) for multiple in (128, 1))
     state = padded.state_dict()

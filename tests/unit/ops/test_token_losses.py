@@ -205,3 +205,29 @@ def test_ids_outside_the_vocabulary_raise() -> None:
         linear_distillation_loss(hidden, weight, ids, log_probs, vocab_size=int(ids.max()))
     with pytest.raises(DataError, match="expected k from 1 to"):
         linear_top_k(hidden, weight, V + 1, vocab_size=V)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_match_the_reference(dtype: torch.dtype) -> None:
+    hidden, weight, targets, scale = (value.detach().cuda() for value in case())
+    _, ids, log_probs = (value.cuda() for value in teacher(5, 2.0))
+    inputs = [value.to(dtype).requires_grad_() for value in (hidden, weight)]
+    exact = [value.detach().double().requires_grad_() for value in inputs]
+    logits = F.linear(*exact)[:, :V]
+    for found, expected in (
+        (
+            linear_log_probs(*inputs, targets, vocab_size=V),
+            linear_log_probs_reference(*exact, targets, vocab_size=V),
+        ),
+        (
+            linear_distillation_loss(*inputs, ids, log_probs, vocab_size=V, temperature=2.0),
+            distillation_loss_reference(logits, ids, log_probs, temperature=2.0),
+        ),
+    ):
+        tolerance = 2e-3 if dtype == torch.float32 else 2e-2
+        assert (found - expected).norm() < tolerance * expected.norm()
+        grads = torch.autograd.grad(found @ scale, inputs, retain_graph=True)
+        expected_grads = torch.autograd.grad(expected.float() @ scale, exact, retain_graph=True)
+        for a, b in zip(grads, expected_grads, strict=True):
+            assert (a.double() - b).norm() < tolerance * b.norm()

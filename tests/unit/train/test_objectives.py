@@ -500,3 +500,71 @@ def test_a_custom_objective_is_trained_evaluated_and_its_metrics_logged(
 def test_objective_and_compute_loss_func_exclude_each_other(args: Any, net: Any, data: Any) -> None:
     with pytest.raises(ConfigError, match="objective or compute_loss_func, got both"):
         BaseTrainer(args(), net(), train_dataset=data(), objective=Margin(), compute_loss_func=lambda *_: None)
+
+
+def margin(model: nn.Module, batch: Any) -> Any:
+    """`Margin` as a function."""
+    outputs = model(batch.pop("x"))
+    labels = batch.pop("labels")
+    loss = 2 * F.cross_entropy(outputs, labels, reduction="sum")
+    return loss, len(labels), {"accuracy": (outputs.argmax(-1) == labels).sum(), "constant": 7.0 * len(labels)}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_a_function_is_an_objective(args: Any, net: Any, data: Any, clip: float) -> None:
+    """Of micro-batches with 5, 5 and 2 samples: the same steps, metrics and evaluation as an `Objective`."""
+    rows, found = data(12), []
+    for objective in (Margin(), margin):
+        settings = args(
+            max_steps=4, per_device_train_batch_size=5, gradient_accumulation_steps=3, max_grad_norm=clip,
+            logging_steps=1,
+        )  # fmt: skip
+        trainer = BaseTrainer(settings, net(), train_dataset=rows, eval_dataset=rows, objective=objective)
+        trainer.train()
+        logs = [[entry[k] for k in ("loss", "grad_norm", "accuracy")] for entry in trainer.state.log_history]
+        metrics = trainer.evaluate()
+        found.append((logs, metrics["eval_loss"], metrics["eval_accuracy"], list(trainer.model.parameters())))
+    assert metrics["eval_constant"] == pytest.approx(7.0)
+    assert trainer.state.log_history[0]["constant"] == pytest.approx(7.0)
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
+
+
+def test_a_function_is_called_once_per_batch(args: Any, net: Any, data: Any) -> None:
+    calls = 0
+
+    def counted(model: nn.Module, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return margin(model, batch)[:2]
+
+    settings = args(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=3)
+    trainer = BaseTrainer(settings, net(), train_dataset=data(12), eval_dataset=data(8), objective=counted)
+    trainer.train()
+    assert calls == 6
+    trainer.evaluate()
+    assert calls == 7
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda loss: loss, "from the objective wrong, got Tensor"),
+        (lambda loss: (loss, 1, {}, None), "from the objective wrong, got 4 values"),
+        (lambda loss: (loss.repeat(2), 1), "scalar loss tensor from the objective wrong, got a tensor of shape"),
+        (lambda loss: (loss, torch.ones(2)), "count and metrics from the objective wrong as scalars"),
+    ],
+)
+def test_wrong_results_of_a_function_raise(args: Any, net: Any, data: Any, result: Any, message: str) -> None:
+    def wrong(model: nn.Module, batch: Any) -> Any:
+        return result(model(batch["x"]).sum())
+
+    with pytest.raises(DataError, match=message):
+        BaseTrainer(args(), net(), train_dataset=data(), objective=wrong).train()
+
+
+def test_what_is_no_objective_is_refused(args: Any, net: Any, data: Any) -> None:
+    for wrong, got in ((Margin, "the class Margin"), ("dpo", "str")):
+        with pytest.raises(ConfigError, match=f"expected an Objective or a function .* got {got}"):
+            BaseTrainer(args(), net(), train_dataset=data(), objective=wrong)
+    with pytest.raises(ConfigError, match="a function as objective does not work with train.optimizer_in_backward"):
+        BaseTrainer(args(optimizer_in_backward=True), net(), train_dataset=data(), objective=margin)
