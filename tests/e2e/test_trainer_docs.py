@@ -18,7 +18,7 @@ OURS, THEIRS = "from whimbrel.train import Trainer", "from transformers import T
 @pytest.fixture(scope="module")
 def programs() -> list[str]:
     found = code_blocks("docs/trainer.md", "python")
-    assert len(found) == 4
+    assert len(found) == 6
     return found
 
 
@@ -51,13 +51,20 @@ def test_transformers_script_runs_after_changing_the_import(programs: list[str],
         assert len(AutoTokenizer.from_pretrained(folder)) == 1024
 
 
-def test_custom_objective_is_logged(programs: list[str], directory: Path) -> None:
-    run_python(programs[1], directory)
-    assert all(line["z"] > 0 for line in read_log(directory / "runs/zloss/log.jsonl") if line["kind"] == "step")
+@pytest.mark.parametrize(
+    ("index", "run", "metric"), [(1, "focal", "accuracy"), (2, "zloss", "z"), (3, "dpo", "rewards/accuracies")]
+)
+def test_metrics_of_objectives_are_logged(
+    programs: list[str], directory: Path, index: int, run: str, metric: str
+) -> None:
+    run_python(programs[index], directory)
+    steps = [line for line in read_log(directory / "runs" / run / "log.jsonl") if line["kind"] == "step"]
+    assert len(steps) == 5
+    assert all(line[metric] >= 0 for line in steps)
 
 
 def test_gpt_trains_on_shards(programs: list[str], directory: Path) -> None:
-    run_python(programs[2], directory)
+    run_python(programs[4], directory)
     newest = list_checkpoints(directory / "runs" / "shards")[20]
     assert load_model(newest / "model").config.num_layers == 2
     losses = [line["loss"] for line in read_log(directory / "runs/shards/log.jsonl") if line["kind"] == "step"]
@@ -65,5 +72,5 @@ def test_gpt_trains_on_shards(programs: list[str], directory: Path) -> None:
 
 
 def test_custom_module_trains_and_stops_early(programs: list[str], directory: Path) -> None:
-    last = run_python(programs[3], directory).splitlines()[-1]
+    last = run_python(programs[5], directory).splitlines()[-1]
     assert "StopRequest(callback='StopWhenGood', event='on_train_metrics', kind='stop')" in last
