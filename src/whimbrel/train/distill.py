@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.distributed import unwrap
+from whimbrel.distributed import World, unwrap
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.ops import distillation_loss_reference, linear_distillation_loss, linear_top_k, top_k_log_probs
 from whimbrel.train.batches import collate
@@ -82,11 +83,14 @@ def precompute_teacher(
     k: int = 64,
     temperature: float = 1.0,
     batch_size: int = 8,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     data_collator: Callable[[list[Any]], Any] = collate,
+    world: World | None = None,
 ) -> TargetValuesDataset:
     """`dataset` with ids and log-probabilities of the teacher's k most probable tokens for each target.
 
-    They take 8 k bytes per target in the directory `path`; values that exist there are used again.
+    They take 8 k bytes per target in the directory `path`; values that exist there are used again. Other arguments are
+    those of `compute_target_values`.
     """
     _check_temperature(temperature)
 
@@ -97,8 +101,9 @@ def precompute_teacher(
 
     settings = {"kind": "teacher", "k": k, "temperature": temperature}
     return compute_target_values(
-        model, dataset, path, compute, settings, batch_size=batch_size, data_collator=data_collator
-    )
+        model, dataset, path, compute, settings,
+        batch_size=batch_size, autocast=autocast, data_collator=data_collator, world=world,
+    )  # fmt: skip
 
 
 def _top_k(model: nn.Module, batch: Mapping[str, Any], k: int, temperature: float) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from whimbrel.base.errors import DataError
 from whimbrel.base.files import atomic_directory, parse_json
+from whimbrel.distributed import World
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.train.batches import collate, to_device
 from whimbrel.train.evaluation import eval_mode
@@ -29,6 +31,7 @@ __all__ = ["TargetValuesDataset", "compute_target_values", "precompute_reference
 SETTINGS_FILE, OFFSETS_FILE = "settings.json", "offsets.npy"
 Compute = Callable[[nn.Module, Mapping[str, Any]], Mapping[str, Tensor]]
 """From a model and a batch to values of shape (*targets, ...), by name."""
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 class TargetValuesDataset:
@@ -74,12 +77,16 @@ def precompute_reference(
     path: str | Path,
     *,
     batch_size: int = 8,
-    reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    reference: Context = nullcontext,
+    autocast: Context = nullcontext,
     data_collator: Callable[[list[Any]], Any] = collate,
+    world: World | None = None,
 ) -> TargetValuesDataset:
     """`dataset` with the log-probabilities of `model`, or of `model` in the context `reference()`, for DPO.
 
     Call it before training: values that exist in `path` are used again, so that a resumed run has the same reference.
+    `autocast` should be that of the training (`MixedPrecision.autocast`): otherwise the model differs from its
+    reference by rounding before the first step. Other arguments are those of `compute_target_values`.
     """
 
     def compute(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -87,8 +94,9 @@ def precompute_reference(
             return {REFERENCE_COLUMN: token_log_probs(model, batch)}
 
     return compute_target_values(
-        model, dataset, path, compute, {"kind": "reference"}, batch_size=batch_size, data_collator=data_collator
-    )
+        model, dataset, path, compute, {"kind": "reference"},
+        batch_size=batch_size, autocast=autocast, data_collator=data_collator, world=world,
+    )  # fmt: skip
 
 
 def compute_target_values(
@@ -99,13 +107,32 @@ def compute_target_values(
     settings: Mapping[str, Any],
     *,
     batch_size: int = 8,
+    autocast: Context = nullcontext,
     data_collator: Callable[[list[Any]], Any] = collate,
+    world: World | None = None,
 ) -> TargetValuesDataset:
     """`dataset` with values for each target, computed in evaluation mode and written to the directory `path`.
 
-    If `path` exists, its values are used; raises DataError if they are for other data or `settings`.
+    Runs on the device of the model; of several processes (`world`), on rank 0, so the model must not be sharded. If
+    `path` exists, its values are used; raises DataError if they are for other data or `settings`.
     """
-    path, offsets, digest = Path(path), *_scan(dataset)
+    write = partial(_write_values, model, dataset, Path(path), compute, settings, batch_size, autocast, data_collator)
+    (World() if world is None else world).on_main(write)
+    return TargetValuesDataset(dataset, path)
+
+
+def _write_values(
+    model: nn.Module,
+    dataset: Any,
+    path: Path,
+    compute: Compute,
+    settings: Mapping[str, Any],
+    batch_size: int,
+    autocast: Context,
+    data_collator: Callable[[list[Any]], Any],
+) -> None:
+    """Write the directory, unless it exists."""
+    offsets, digest = _scan(dataset)
     settings = {**settings, "targets": int(offsets[-1]), "sha256": digest}
     if (path / SETTINGS_FILE).exists():
         found = parse_json((path / SETTINGS_FILE).read_bytes())
@@ -115,7 +142,7 @@ def compute_target_values(
                     f"expected {name} = {value} in {path}, got {found.get(name)}: delete the directory to compute the "
                     "values again"
                 )
-        return TargetValuesDataset(dataset, path)
+        return
     device = next(model.parameters()).device
     with atomic_directory(path) as folder, eval_mode(model):
         arrays: dict[str, np.ndarray[Any, Any]] = {}
@@ -123,7 +150,9 @@ def compute_target_values(
             rows = range(start, min(start + batch_size, len(dataset)))
             batch = to_device(data_collator([dataset[row] for row in rows]), device)
             is_target = batch["targets"] != IGNORE_INDEX
-            for name, dense in compute(model, batch).items():
+            with autocast():
+                computed = compute(model, batch)
+            for name, dense in computed.items():
                 values = dense[is_target].cpu().numpy()
                 if name not in arrays:
                     shape = (int(offsets[-1]), *values.shape[1:])
@@ -135,7 +164,6 @@ def compute_target_values(
             array.flush()  # type: ignore[attr-defined]
         np.save(folder / OFFSETS_FILE, offsets, allow_pickle=False)
         (folder / SETTINGS_FILE).write_text(json.dumps({**settings, "values": sorted(arrays)}, indent=2))
-    return TargetValuesDataset(dataset, path)
 
 
 def _scan(dataset: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray[Any, Any], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import DataError
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.train import precompute_reference, precompute_teacher
+from whimbrel.train import DPO, precompute_reference, precompute_teacher
 from whimbrel.train.batches import collate
 from whimbrel.train.preference import token_log_probs
 from whimbrel.train.target_values import TargetValuesDataset
@@ -75,6 +76,18 @@ def test_the_reference_is_computed_in_its_context(tmp_path: Path) -> None:
         expected = token_log_probs(model, collate(rows[:1]))[0].detach()
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found, token_log_probs(model, collate(rows[:1]))[0])
+
+
+def test_values_are_computed_under_autocast(tmp_path: Path) -> None:
+    """As in training: a policy that is its own reference then has a margin of exactly 0."""
+    model, rows = make_model(), make_rows()
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    data = precompute_reference(model, rows, tmp_path / "values", autocast=autocast)
+    with autocast():
+        metrics = DPO()(model, collate([data[index] for index in range(len(rows))]), torch.tensor(5)).metrics
+    assert metrics["rewards/margins"] == 0
+    exact = token_log_probs(model, collate(rows[:1]))[0]
+    assert not torch.equal(data[0]["reference_log_probs"], exact)
 
 
 def test_a_resumed_run_uses_the_values_of_the_first(tmp_path: Path) -> None:
