@@ -568,3 +568,15 @@ def test_what_is_no_objective_is_refused(args: Any, net: Any, data: Any) -> None
             BaseTrainer(args(), net(), train_dataset=data(), objective=wrong)
     with pytest.raises(ConfigError, match="a function as objective does not work with train.optimizer_in_backward"):
         BaseTrainer(args(optimizer_in_backward=True), net(), train_dataset=data(), objective=margin)
+
+
+def test_logged_metrics_include_the_steps_before_a_resume(args: Any, net: Any, data: Any) -> None:
+    settings = {"max_steps": 4, "logging_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = BaseTrainer(args(**settings), net(), train_dataset=data(), objective=Margin())
+    trainer.train()
+    expected = trainer.state.log_history[-1]
+    folder = Path(trainer.config.output_dir)
+    resumed = BaseTrainer(args(**settings), net(), train_dataset=data(), objective=Margin())
+    resumed.train(resume_from_checkpoint=folder / "checkpoints" / "step-00000002")
+    assert resumed.state.log_history[-1]["accuracy"] == expected["accuracy"]
+    assert resumed.state.log_history[-1]["loss"] == expected["loss"]
