@@ -117,7 +117,7 @@ def compute_target_values(
     `path` exists, its values are used; raises DataError if they are for other data or `settings`.
     """
     write = partial(_write_values, model, dataset, Path(path), compute, settings, batch_size, autocast, data_collator)
-    (World() if world is None else world).on_main(write)
+    (World() if world is None else world).run_on_main(write)
     return TargetValuesDataset(dataset, path)
 
 
