@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -75,6 +76,18 @@ def test_padded_batches_equal_transformers(hf_model, ids, directory, side):
     expected.loss.backward()
     gradient = hf_model.get_input_embeddings().weight.grad
     torch.testing.assert_close(ours.token_embedding.weight.grad[:99], gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_packed_samples_equal_transformers(hf_model, ids, directory):
+    hf_model.save_pretrained(directory)
+    ours = whimbrel.load_model(directory)
+    cuts = [[0, 13, 40], [0, 25, 40]]
+    position_ids = torch.stack([
+        torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(cut)]) for cut in cuts
+    ])  # fmt: skip
+    expected = hf_model(ids, position_ids=position_ids, use_cache=False)
+    output = ours(ids, position_ids=position_ids)
+    torch.testing.assert_close(output.logits, expected.logits, **CLOSE)
 
 
 @pytest.mark.parametrize("steps", [[30, 1, 9], [20, 20]])

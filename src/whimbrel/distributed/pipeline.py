@@ -342,8 +342,8 @@ class PipelineModel(nn.Module):
     def forward_backward(self, micro_batches: Sequence[Mapping[str, Any]], num_items: Tensor) -> Tensor:
         """Run forward and backward for all micro-batches; returns the summed loss divided by `num_items`.
 
-        A micro-batch has `input_ids`, `targets` (shifted already) and, optionally, `documents` or `attention_mask`. All
-        are padded to the size of the largest, and their number to that of the schedule, with ignored targets.
+        A micro-batch has `input_ids`, `targets` (shifted already) and, optionally, `documents`, `position_ids` or
+        `attention_mask`. All are padded to the size of the largest, and their number to that of the schedule, with ignored targets.
         """
         loss = self._forward_backward(micro_batches, num_items)
         if self._replicas is not None:
@@ -500,7 +500,7 @@ def _tied_group(mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup | None:
 
 def _pad(micro_batches: Sequence[Mapping[str, Any]], count: int) -> dict[str, Tensor]:
     """`count` micro-batches of equal size, concatenated; targets of what is added are ignored."""
-    known = ("input_ids", "targets", "attention_mask", "documents")
+    known = ("input_ids", "targets", "attention_mask", "documents", "position_ids")
     for name in (name for batch in micro_batches for name in batch if name not in known):
         raise DataError(f"expected input_ids, labels and attention_mask in the batches of a pipeline, got '{name}'")
     rows, tokens = (max(batch["input_ids"].shape[dim] for batch in micro_batches) for dim in (0, 1))

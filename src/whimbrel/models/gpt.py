@@ -24,6 +24,7 @@ from whimbrel.models.layers import (
     Norm,
     RopeTable,
     causal_mask,
+    packed_documents,
     padded_positions,
     rope_table,
 )
@@ -178,6 +179,7 @@ class GPT(nn.Module):
         return_logits: bool | None = None,
         cache: KVCache | HFCache | None = None,
         documents: Tensor | None = None,
+        position_ids: Tensor | None = None,
         logits_to_keep: int | None = None,
         loss_fn: HeadLoss | None = None,
     ) -> GPTOutput:
@@ -194,6 +196,8 @@ class GPT(nn.Module):
             return_logits: Whether to compute logits. Default: True unless `targets` are passed.
             cache: Keys and values of earlier tokens; those of `input_ids` are appended.
             documents: (batch, tokens), a document number for each token; tokens attend only within their document.
+            position_ids: (batch, tokens), the position of each token in its packed sample. Without `documents`, a new
+                sample starts where positions do not increase by 1, as in transformers. Not with a cache.
             logits_to_keep: Compute logits for this many last positions only.
             loss_fn: Computes `loss` instead, from hidden states and the weight of the head, without logits: a loss per
                 token, for example. The functions `linear_*` in `whimbrel.ops` do not materialize all logits.
@@ -207,7 +211,9 @@ class GPT(nn.Module):
                 raise ConfigError("expected labels (shifted in the model) or targets (already shifted), got both")
             return_logits = True if return_logits is None else return_logits
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        hidden = self.hidden_states(input_ids, attention_mask=attention_mask, cache=cache, documents=documents)
+        hidden = self.hidden_states(
+            input_ids, attention_mask=attention_mask, cache=cache, documents=documents, position_ids=position_ids
+        )
         if return_logits is None:
             return_logits = targets is None
         kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
@@ -228,6 +234,7 @@ class GPT(nn.Module):
         attention_mask: Tensor | None = None,
         cache: KVCache | HFCache | None = None,
         documents: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """The residual stream (batch, tokens, width) after the final norm."""
         config = self.config
@@ -236,8 +243,9 @@ class GPT(nn.Module):
             raise ConfigError(
                 f"expected at most context_length = {config.context_length} tokens, got {num_keys}: shorten the input"
             )
-        if cache is not None and documents is not None:
-            raise ConfigError("documents cannot be combined with a cache: pass one of them")
+        for name, value in (("documents", documents), ("position_ids", position_ids)):
+            if cache is not None and value is not None:
+                raise ConfigError(f"{name} cannot be combined with a cache: pass one of them")
         padded = self._padded_positions(attention_mask, input_ids.size(0), num_keys)
         kv_cache: KVCache | None
         if cache is None or isinstance(cache, KVCache):
@@ -256,12 +264,16 @@ class GPT(nn.Module):
                 f"{input_ids.size(0)}: pass one padding length per sequence"
             )
         self._check_ids(input_ids)
+        order = positions
+        if position_ids is not None:
+            self._check_position_ids(position_ids, input_ids)
+            positions, order, documents = packed_positions(position_ids, documents, attention_mask)
         x = embed(self.transformer, config, input_ids, positions)
         # A copy, because torch.compile would compile the first block separately if two of its inputs were one tensor.
         x0 = x.clone() if config.embedding_skip else None
         rope = rope_table(config, positions) if config.position == "rope" else None
         masks = {
-            window: causal_mask(positions, window=window, documents_BT=documents)
+            window: causal_mask(order, window=window, documents_BT=documents)
             for window in set(config.windows if kv_cache is None else ())
         }
         for layer, (block, window) in enumerate(zip(self.blocks, config.windows, strict=True)):
@@ -286,12 +298,23 @@ class GPT(nn.Module):
 
     def _check_ids(self, input_ids: Tensor) -> None:
         """Reject ids of padding rows, which the embedding would accept; CPU only, since a GPU would have to sync."""
-        readable = type(input_ids) is Tensor and input_ids.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not readable or not input_ids.numel():
+        if not _is_readable(input_ids) or not input_ids.numel():
             return
         largest, vocab_size = int(input_ids.max()), self.config.vocab_size
         if largest >= vocab_size:
             raise DataError(f"expected token ids from 0 to {vocab_size - 1}, got {largest}: use the model's tokenizer")
+
+    def _check_position_ids(self, position_ids: Tensor, input_ids: Tensor) -> None:
+        if position_ids.shape != input_ids.shape:
+            raise DataError(
+                f"expected position_ids of the shape of input_ids, {list(input_ids.shape)}, got "
+                f"{list(position_ids.shape)}"
+            )
+        if not _is_readable(position_ids) or not position_ids.numel():
+            return
+        smallest, largest, limit = int(position_ids.min()), int(position_ids.max()), self.config.context_length
+        if smallest < 0 or largest >= limit:
+            raise DataError(f"expected position_ids from 0 to {limit - 1}, got {smallest if smallest < 0 else largest}")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., vocab_size) of hidden states (..., width)."""
@@ -316,6 +339,25 @@ class GPT(nn.Module):
         keys = sum(num_tokens if window is None else min(window, num_tokens) for window in config.windows)
         matmul_parameters = self.num_parameters() - lookup_rows * config.embd_size
         return 6 * matmul_parameters + 12 * config.num_heads * config.head_dim * keys
+
+
+def _is_readable(ids: Tensor) -> bool:
+    """Whether values can be checked without waiting for a GPU."""
+    return type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def packed_positions(
+    position_ids: Tensor, documents: Tensor | None, attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions for embeddings, positions for the mask, and documents, of rows with packed samples.
+
+    Positions of different samples cannot be compared, so the mask is that of the order of tokens in the row; within a
+    sample the distance of two tokens is the same. Padding is a document of its own.
+    """
+    documents = packed_documents(position_ids) if documents is None else documents
+    if attention_mask is not None:
+        documents = documents.masked_fill(attention_mask == 0, -1)
+    return position_ids, torch.arange(position_ids.size(1), device=position_ids.device), documents
 
 
 def embed(parts: nn.ModuleDict, config: GPTConfig, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -380,23 +422,33 @@ class GPTStage(nn.Module):
         targets: Tensor,
         attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run the stage on token ids (batch, tokens) or on the output of the stage before."""
         with self.autocast():
-            return self._forward(x, x0, targets, attention_mask, documents)
+            return self._forward(x, x0, targets, attention_mask, documents, position_ids)
 
     def _forward(
-        self, x: Tensor, x0: Tensor | None, targets: Tensor, attention_mask: Tensor | None, documents: Tensor | None
+        self,
+        x: Tensor,
+        x0: Tensor | None,
+        targets: Tensor,
+        attention_mask: Tensor | None,
+        documents: Tensor | None,
+        position_ids: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         config, positions = self.config, torch.arange(targets.size(1), device=targets.device)
         if attention_mask is not None:
             positions = padded_positions(attention_mask)
+        order = positions
+        if position_ids is not None:
+            positions, order, documents = packed_positions(position_ids, documents, attention_mask)
         if self.is_first:
             x = embed(self.transformer, config, x, positions)
             x0 = x.clone() if config.embedding_skip else None
         rope = rope_table(config, positions) if config.position == "rope" else None
         for layer, block in zip(self.layers, self.blocks, strict=True):
-            mask = causal_mask(positions, window=config.windows[layer], documents_BT=documents)
+            mask = causal_mask(order, window=config.windows[layer], documents_BT=documents)
             x = block(x, x0, rope, mask, None)
         if not self.is_last:
             return x if x0 is None else (x, x0)

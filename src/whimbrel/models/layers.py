@@ -26,6 +26,7 @@ __all__ = [
     "RopeTable",
     "apply_rotary_emb",
     "causal_mask",
+    "packed_documents",
     "padded_positions",
     "rope_frequencies",
     "rope_table",
@@ -95,6 +96,11 @@ def padded_positions(attention_mask: Tensor) -> Tensor:
     """Positions (batch, tokens) of a padded batch, counted over tokens whose mask is not 0; -1 for padding."""
     real = attention_mask != 0
     return (real.long().cumsum(-1) - 1).masked_fill(~real, -1)
+
+
+def packed_documents(position_ids: Tensor) -> Tensor:
+    """Document numbers (batch, tokens) of packed samples: a document starts where positions do not increase by 1."""
+    return (position_ids.diff(dim=-1, prepend=position_ids[:, :1]) != 1).cumsum(-1)
 
 
 def causal_mask(positions: Tensor, *, window: int | None = None, documents_BT: Tensor | None = None) -> Tensor | None:
