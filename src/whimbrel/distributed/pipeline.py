@@ -343,7 +343,8 @@ class PipelineModel(nn.Module):
         """Run forward and backward for all micro-batches; returns the summed loss divided by `num_items`.
 
         A micro-batch has `input_ids`, `targets` (shifted already) and, optionally, `documents`, `position_ids` or
-        `attention_mask`. All are padded to the size of the largest, and their number to that of the schedule, with ignored targets.
+        `attention_mask`. All are padded to the size of the largest, and their number to that of the schedule, with
+        ignored targets.
         """
         loss = self._forward_backward(micro_batches, num_items)
         if self._replicas is not None:

@@ -1,0 +1,386 @@
+"""LoRA adapter directories in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+
+PEFT loads what `save_adapter` writes, and `load_adapter` what PEFT writes; PEFT itself is not needed. Settings of an
+`adapter_config.json` that would change the result and are not supported raise CheckpointError.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.base.files import atomic_directory
+from whimbrel.checkpoint import write_tensors
+from whimbrel.distributed.state import copy_full_
+from whimbrel.model_io.load import load_model
+from whimbrel.model_io.save import copy_model, exportable_directory
+from whimbrel.model_io.weights import read_json, write_json
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.models.families import config_to_hf
+from whimbrel.models.lora import (
+    LoraConfig,
+    LoraTarget,
+    apply_lora,
+    find_lora_config,
+    lora_linears,
+    lora_parameters,
+    lora_targets,
+    merge_lora,
+)
+from whimbrel.precision import dequantize_
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "Adapter",
+    "AdapterModule",
+    "adapter_config",
+    "load_adapter",
+    "load_adapter_weights",
+    "merge_adapter",
+    "read_adapter",
+    "save_adapter",
+]
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Prefix of the names of all tensors of an adapter."""
+SUFFIXES = {
+    "lora_A": ".lora_A.weight",
+    "lora_B": ".lora_B.weight",
+    "lora_magnitude_vector": ".lora_magnitude_vector",
+}
+"""The end of the name in PEFT of each parameter of `LoraAdapter`."""
+BARE_PREFIXES = ("model.", "transformer.")
+"""Prefixes that adapters of a model without a head (`AutoModel`) omit."""
+
+READ = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+SHOWN_BY_TENSORS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+"""Which modules have adapters; the names of the tensors tell that."""
+WITHOUT_EFFECT = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "fan_in_fan_out",
+    "inference_mode",
+    "loftq_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+)
+"""Entries that do not affect what an adapter computes, given its tensors and the checks of other entries."""
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none", None),
+    # Others, such as PiSSA, also replace the base weights by a residual.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+}
+"""Entries with their supported values. Any other entry must be unset: null, false or empty."""
+UNUSED_WITH_INIT = ("eva_config", "corda_config", "lora_ga_config")
+"""Settings of initializations, which are checked by `init_lora_weights`."""
+
+
+class AdapterModule(NamedTuple):
+    """The tensors of an adapter for one Hugging Face module, on the CPU."""
+
+    target: LoraTarget
+    down: Tensor
+    """A: (rank, input features)."""
+    up: Tensor
+    """B: (output features, rank)."""
+    magnitude: Tensor | None
+    """(output features,), for DoRA."""
+    alpha: float
+    scaling: float
+    """Factor of `B A`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter directory that was read and checked against a model's architecture."""
+
+    config: LoraConfig
+    modules: tuple[AdapterModule, ...]
+    """In the order of the model."""
+    base_model: str | None
+    """`base_model_name_or_path`."""
+
+
+# Reading
+
+
+def read_adapter(path: str | os.PathLike[str], config: GPTConfig) -> Adapter:
+    """Read an adapter for models of the architecture `config`; raises CheckpointError if it does not fit."""
+    directory = Path(path)
+    table = _read_config(directory)
+    tensors = _read_tensors(directory)
+    targets = {alias: target for target in lora_targets(config) for alias in _aliases(target.module)}
+    grouped: dict[LoraTarget, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, parameter = _parse_name(directory, name)
+        if module not in targets:
+            raise CheckpointError(
+                f"{directory}: expected adapters of linear layers of this model, got '{name}': use the base model that "
+                "the adapter was trained on; adapters of embeddings and the head are not supported"
+            )
+        grouped.setdefault(targets[module], {})[parameter] = tensor
+    try:
+        lora = LoraConfig(
+            rank=table.get("r", 8),
+            alpha=float(table.get("lora_alpha", 8)),
+            dropout=float(table.get("lora_dropout") or 0),
+            use_rslora=bool(table.get("use_rslora")),
+            use_dora=bool(table.get("use_dora")),
+            modules=_target_modules([target.module for target in grouped], config),
+        )
+    except (ConfigError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory / ADAPTER_CONFIG}: {error}") from error
+    ordered = [target for target in lora_targets(config) if target in grouped]
+    modules = tuple(_module(directory, target, grouped[target], lora, table) for target in ordered)
+    _check_shapes(directory, modules, config)
+    return Adapter(lora, modules, table.get("base_model_name_or_path"))
+
+
+def _aliases(module: str) -> set[str]:
+    return {module, *(module.removeprefix(prefix) for prefix in BARE_PREFIXES)}
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not (directory / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(f"{directory} has no {ADAPTER_CONFIG}: expected the directory of a PEFT adapter")
+    table = read_json(directory / ADAPTER_CONFIG)
+    for name, values in ALLOWED.items():
+        if (value := table.get(name)) not in values:
+            expected = " or ".join(map(repr, (value for value in values if value is not None)))
+            raise CheckpointError(f"{directory / ADAPTER_CONFIG}: expected {name} = {expected}, got {value!r}")
+    known = {*READ, *SHOWN_BY_TENSORS, *WITHOUT_EFFECT, *ALLOWED, *UNUSED_WITH_INIT}
+    for name in (name for name in table if name not in known and table[name] not in (None, False, "", [], {})):
+        raise CheckpointError(f"{directory / ADAPTER_CONFIG}: {name} = {table[name]!r} is not supported")
+    return table
+
+
+def _read_tensors(directory: Path) -> dict[str, Tensor]:
+    path = directory / ADAPTER_WEIGHTS
+    if not path.is_file():
+        pickled = (directory / "adapter_model.bin").is_file()
+        hint = ", found only adapter_model.bin (pickle): save it again with a newer PEFT" if pickled else ""
+        raise CheckpointError(f"{directory} has no {ADAPTER_WEIGHTS}{hint}")
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not tensors:
+        raise CheckpointError(f"{path} has no tensors")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{path}: expected floating-point tensors, got {tensor.dtype} in '{name}'")
+    return tensors
+
+
+def _parse_name(directory: Path, name: str) -> tuple[str, str]:
+    """Module and parameter of a tensor: model.layers.0.self_attn.q_proj, lora_A."""
+    for parameter in SUFFIXES:
+        match = re.fullmatch(rf"(?:base_model\.model\.)?(.+)\.{parameter}(?:\.weight)?", name)
+        if match is not None:
+            return match[1], parameter
+    raise CheckpointError(f"{directory / ADAPTER_WEIGHTS}: tensor '{name}' is not supported: expected LoRA weights")
+
+
+def _module(
+    directory: Path, target: LoraTarget, tensors: Mapping[str, Tensor], lora: LoraConfig, table: Mapping[str, Any]
+) -> AdapterModule:
+    required = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if lora.use_dora else set())
+    for parameter in sorted(required ^ tensors.keys()):
+        state = "missing" if parameter in required else "unexpected (use_dora is not set)"
+        raise CheckpointError(f"{directory / ADAPTER_WEIGHTS}: {parameter} of {target.module} is {state}")
+    rank = _of_pattern(table.get("rank_pattern"), target.module, lora.rank)
+    alpha = float(_of_pattern(table.get("alpha_pattern"), target.module, lora.alpha))
+    if tensors["lora_A"].shape[:1] != (rank,):
+        raise CheckpointError(
+            f"{directory}: expected rank {rank} for {target.module} ({ADAPTER_CONFIG}), got {len(tensors['lora_A'])}"
+        )
+    magnitude = tensors.get("lora_magnitude_vector")
+    return AdapterModule(target, tensors["lora_A"], tensors["lora_B"], magnitude, alpha, lora.scaling(int(rank), alpha))
+
+
+def _of_pattern(patterns: Any, module: str, default: float) -> float:
+    """The value of the first pattern that matches the end of a module name, at a dot."""
+    found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(found, default)
+
+
+def _check_shapes(directory: Path, modules: tuple[AdapterModule, ...], config: GPTConfig) -> None:
+    with torch.device("meta"):
+        model = GPT(config)
+    for module in modules:
+        weight = model.get_parameter(f"{module.target.linear}.weight")
+        rows, rank = module.target.stop - module.target.start, len(module.down)
+        expected = {"lora_A": [rank, weight.shape[1]], "lora_B": [rows, rank], "lora_magnitude_vector": [rows]}
+        found = {"lora_A": module.down, "lora_B": module.up, "lora_magnitude_vector": module.magnitude}
+        for name, tensor in found.items():
+            if tensor is not None and list(tensor.shape) != expected[name]:
+                raise CheckpointError(
+                    f"{directory}: expected {name} of {module.target.module} of shape {expected[name]}, got "
+                    f"{list(tensor.shape)}: use the base model that the adapter was trained on"
+                )
+
+
+def load_adapter(model: GPT, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> LoraConfig:
+    """Add the adapter of a directory to a model in place, as `apply_lora` does; returns its config."""
+    adapter = read_adapter(path, model.config)
+    ranks = {module.target.module: (len(module.down), module.alpha) for module in adapter.modules}
+    apply_lora(model, adapter.config, dtype=dtype, ranks=ranks)
+    _copy_tensors(model, adapter)
+    return adapter.config
+
+
+def load_adapter_weights(model: GPT, path: str | os.PathLike[str]) -> None:
+    """Load the weights of a directory into the adapters that a model has; raises if their settings differ."""
+    adapter = read_adapter(path, model.config)
+    current = find_lora_config(model)
+    if current is None:
+        raise ConfigError(f"expected a model with adapters to load {path} into: use load_adapter")
+    settings, saved = _settings(model), {module.target.module: _shape(module) for module in adapter.modules}
+    if settings != saved or (current.use_rslora, current.use_dora) != (
+        adapter.config.use_rslora,
+        adapter.config.use_dora,
+    ):
+        raise CheckpointError(
+            f"{path} has adapters of other modules, ranks or kinds than this model: use the same lora settings"
+        )
+    _copy_tensors(model, adapter)
+
+
+def _shape(module: AdapterModule) -> tuple[int, float]:
+    return len(module.down), module.alpha
+
+
+@torch.no_grad()
+def _copy_tensors(model: GPT, adapter: Adapter) -> None:
+    """Copy tensors to parameters, of which each rank takes its part."""
+    parameters = dict(lora_parameters(model))
+    for module in adapter.modules:
+        prefix = f"{module.target.linear}.adapters.{module.target.name}"
+        for name, tensor in (("lora_A", module.down), ("lora_B", module.up)):
+            copy_full_(parameters[f"{prefix}.{name}"].detach(), tensor)
+        if module.magnitude is not None:
+            copy_full_(parameters[f"{prefix}.lora_magnitude_vector"].detach(), module.magnitude)
+
+
+# Writing
+
+
+def save_adapter(
+    model: GPT,
+    path: str | os.PathLike[str],
+    *,
+    base_model: str | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the adapters of a model as a PEFT directory, atomically.
+
+    `base_model` is recorded as the path or hub id of the base model. `state` has tensors to save instead of the current
+    ones, by parameter name.
+    """
+    table = adapter_config(model, base_model=base_model)
+    tensors = dict(lora_parameters(model)) if state is None else state
+    modules = _module_names(model)
+    stored = {}
+    for name in (name for name, _ in lora_parameters(model)):
+        prefix, _, parameter = name.rpartition(".")
+        stored[PREFIX + modules[prefix] + SUFFIXES[parameter]] = tensors[name].detach()
+    with atomic_directory(path) as directory:
+        write_json(directory / ADAPTER_CONFIG, table)
+        write_tensors(directory / ADAPTER_WEIGHTS, stored)
+
+
+def adapter_config(model: GPT, *, base_model: str | None = None) -> dict[str, Any]:
+    """The `adapter_config.json` of a model's adapters."""
+    config = find_lora_config(model)
+    if config is None:
+        raise ConfigError("expected a model with adapters, got one without: call apply_lora first")
+    settings = _settings(model)
+    ranks = {module: rank for module, (rank, _) in settings.items() if rank != config.rank}
+    alphas = {module: _number(alpha) for module, (_, alpha) in settings.items() if alpha != config.alpha}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": config.rank,
+        "lora_alpha": _number(config.alpha),
+        "lora_dropout": config.dropout,
+        "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
+        "target_modules": list(_target_modules(list(settings), model.config)),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "bias": "none",
+        "fan_in_fan_out": config_to_hf(model.config)["model_type"] == "gpt2",
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else value
+
+
+def _module_names(model: GPT) -> dict[str, str]:
+    """The Hugging Face module of each adapter, by the name of the adapter in the model."""
+    return {f"{target.linear}.adapters.{target.name}": target.module for target in lora_targets(model.config)}
+
+
+def _settings(model: GPT) -> dict[str, tuple[int, float]]:
+    """Rank and alpha of each adapter, by Hugging Face module."""
+    modules = _module_names(model)
+    return {
+        modules[f"{name}.adapters.{part}"]: (adapter.rank, adapter.alpha)  # type: ignore[misc]
+        for name, linear in lora_linears(model)
+        for part, adapter in linear.adapters.items()
+    }
+
+
+def _target_modules(modules: list[str], config: GPTConfig) -> tuple[str, ...]:
+    """The shortest names that select exactly these modules: q_proj if all layers have it, else full names."""
+    chosen, every = set(modules), [target.module for target in lora_targets(config)]
+    names: set[str] = set()
+    for module in modules:
+        short = module.rpartition(".")[2]
+        same = [other for other in every if other.endswith(f".{short}")]
+        names.add(short if chosen.issuperset(same) else module)
+    return tuple(sorted(names))
+
+
+# Merging
+
+
+def merge_adapter(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write an unquantized copy of a model directory with the adapter added to its weights, atomically.
+
+    Weights are in `dtype`, or in the stored dtype.
+    """
+    source = exportable_directory(base)
+    with atomic_directory(path) as directory:
+        model = load_model(source, dtype=dtype)
+        load_adapter(model, adapter)
+        merge_lora(model)
+        dequantize_(model)
+        copy_model(source, model, directory)
