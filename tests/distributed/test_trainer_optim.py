@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -126,19 +127,24 @@ def test_low_precision_trains_like_one_process(
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("format_name", [None, "int4"])
-def test_adapters_train_like_one_process(pool: Pool, tmp_path: Path, format_name: str | None, strategy: str) -> None:
+@pytest.mark.parametrize("library", ["peft", "ours"])
+def test_adapters_train_like_one_process(
+    pool: Pool, tmp_path: Path, library: str, format_name: str | None, strategy: str
+) -> None:
     """LoRA on a dense and on a quantized model; its checkpoints resume on the same ranks and on one."""
-    pytest.importorskip("peft")
-    expected = jobs.train_adapter(tmp_path / "one", 1, None, format_name)
-    first, second = pool.run(RANKS, jobs.train_adapter, tmp_path / "two", RANKS, strategy, format_name)
+    if library == "peft":
+        pytest.importorskip("peft")
+    train_adapter = functools.partial(jobs.train_adapter, library=library)
+    expected = train_adapter(tmp_path / "one", 1, None, format_name)
+    first, second = pool.run(RANKS, train_adapter, tmp_path / "two", RANKS, strategy, format_name)
     assert min(expected.norms) > 0.2  # every step is clipped
     assert first.losses == pytest.approx(expected.losses, abs=1e-5)
     assert all(torch.equal(first.weights[key], second.weights[key]) for key in first.weights)
     assert first.state_bytes < (0.51 if strategy == "fsdp" else 1.01) * expected.state_bytes
     checkpoint = str(tmp_path / "two/adapter/checkpoints/step-00000003")
-    resumed, _ = pool.run(RANKS, jobs.train_adapter, tmp_path / "again", RANKS, strategy, format_name, checkpoint)
+    resumed, _ = pool.run(RANKS, train_adapter, tmp_path / "again", RANKS, strategy, format_name, checkpoint)
     assert resumed.losses == first.losses
-    alone = jobs.train_adapter(tmp_path / "alone", 1, None, format_name, checkpoint)
+    alone = train_adapter(tmp_path / "alone", 1, None, format_name, checkpoint)
     assert alone.losses == pytest.approx(first.losses, abs=1e-5)
 
 

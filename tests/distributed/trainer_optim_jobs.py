@@ -13,6 +13,7 @@ from torch import Tensor
 from whimbrel.base.errors import WhimbrelError
 from whimbrel.distributed import ParallelConfig
 from whimbrel.distributed.state import full_tensor, is_dtensor
+from whimbrel.models import GPT, LoraConfig, apply_lora, preset
 from whimbrel.precision import quantize_
 from whimbrel.train import Trainer, TrainerCallback, TrainingArguments
 from whimbrel.train.arguments import to_config
@@ -120,9 +121,30 @@ def error_of_run(folder: Path, ranks: int, changes: dict[str, Any]) -> str:
 
 
 def train_adapter(
-    folder: Path, ranks: int, strategy: str | None, format_name: str | None, resume: str | None = None
+    folder: Path,
+    ranks: int,
+    strategy: str | None,
+    format_name: str | None,
+    resume: str | None = None,
+    *,
+    library: str = "peft",
 ) -> Run:
-    """LoRA on a frozen Llama, whose linears are quantized to `format_name` (QLoRA)."""
+    """LoRA on a frozen Llama, whose linears are quantized to `format_name` (QLoRA), with PEFT or on a GPT."""
+    ids = torch.randint(0, 64, (64, 9), generator=torch.Generator().manual_seed(3))
+    args = TrainingArguments(
+        output_dir=str(folder / "adapter"), max_steps=6, per_device_train_batch_size=8 // ranks, learning_rate=1e-2,
+        use_cpu=True, logging_steps=1, save_strategy="steps", save_steps=3, lr_scheduler_type="constant",
+        max_grad_norm=0.2, disable_tqdm=True,
+    )  # fmt: skip
+    config = replace(to_config(args), parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    model = (_peft_model if library == "peft" else _gpt_with_adapters)(format_name)
+    trainer = Trainer(config, model, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=resume)
+    return finished_run(trainer)
+
+
+def _peft_model(format_name: str | None) -> Any:
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -133,14 +155,17 @@ def train_adapter(
         quantize_(model, format_name)
     torch.manual_seed(1)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
-    ids = torch.randint(0, 64, (64, 9), generator=torch.Generator().manual_seed(3))
-    args = TrainingArguments(
-        output_dir=str(folder / "adapter"), max_steps=6, per_device_train_batch_size=8 // ranks, learning_rate=1e-2,
-        use_cpu=True, logging_steps=1, save_strategy="steps", save_steps=3, lr_scheduler_type="constant",
-        max_grad_norm=0.2, disable_tqdm=True,
-    )  # fmt: skip
-    config = replace(to_config(args), parallel=ParallelConfig(strategy=strategy))  # type: ignore[arg-type]
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    trainer = Trainer(config, peft.get_peft_model(model, lora), train_dataset=rows)
-    trainer.train(resume_from_checkpoint=resume)
-    return finished_run(trainer)
+    return peft.get_peft_model(model, lora)
+
+
+def _gpt_with_adapters(format_name: str | None) -> GPT:
+    """The base model is in bf16 unless it is quantized, the adapters are in fp32."""
+    torch.manual_seed(0)
+    config = replace(preset("llama3-8b"), **{**MODEL, "vocab_size": 64}, num_kv_heads=1, head_size=32, mlp_size=128)
+    model = GPT(config)
+    if format_name is None:
+        model.to(torch.bfloat16)
+    else:
+        quantize_(model, format_name)
+    apply_lora(model, LoraConfig(rank=4, alpha=8, modules=("q_proj", "v_proj", "up_proj")))
+    return model

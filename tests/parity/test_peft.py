@@ -13,7 +13,8 @@ from tests.support.models import add_noise
 from torch import Tensor
 
 import whimbrel
-from whimbrel.model_io.adapter import load_adapter, merge_adapter, save_adapter
+from whimbrel.model_io import merge_adapter
+from whimbrel.model_io.adapter import load_adapter, save_adapter
 from whimbrel.models import GPT
 from whimbrel.models.lora import LoraConfig, apply_lora, lora_parameters, merge_lora
 from whimbrel.precision import dequantize_

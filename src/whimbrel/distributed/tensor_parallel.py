@@ -43,6 +43,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {}
     for name, style in modules.items():
         module = model.get_submodule(name)
+        if style in ("colwise", "rowwise") and any(True for _ in module.children()):
+            raise ConfigError(f"tensor parallelism cannot split the adapters of {name}: set parallel.tp = 1, use fsdp")
         if style == "rowwise":
             styles[name] = RowwiseParallel()
         elif style == "colwise":

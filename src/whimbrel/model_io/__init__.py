@@ -1,5 +1,6 @@
 """Model directories: `load`, `load_model`, `load_tokenizer`, `save_model`, `finalize_model`."""
 
+from whimbrel.model_io.adapter import Adapter, load_adapter, read_adapter, save_adapter
 from whimbrel.model_io.finalize import FinalizeResult, HeldOutResult, finalize_model
 from whimbrel.model_io.load import (
     GenerationConfig,
@@ -15,10 +16,11 @@ from whimbrel.model_io.load import (
     read_generation_config,
     resolve_model,
 )
-from whimbrel.model_io.save import export_hf, save_model
+from whimbrel.model_io.save import export_hf, merge_adapter, save_model
 from whimbrel.model_io.weights import weight_state_dict
 
 __all__ = [
+    "Adapter",
     "FinalizeResult",
     "GenerationConfig",
     "HeldOutResult",
@@ -28,13 +30,17 @@ __all__ = [
     "export_hf",
     "finalize_model",
     "load",
+    "load_adapter",
     "load_model",
     "load_tokenizer",
     "load_weights",
+    "merge_adapter",
     "open_model",
+    "read_adapter",
     "read_config",
     "read_generation_config",
     "resolve_model",
+    "save_adapter",
     "save_model",
     "weight_state_dict",
 ]

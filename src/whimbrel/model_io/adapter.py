@@ -22,8 +22,6 @@ from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.base.files import atomic_directory
 from whimbrel.checkpoint import write_tensors
 from whimbrel.distributed.state import copy_full_
-from whimbrel.model_io.load import load_model
-from whimbrel.model_io.save import copy_model, exportable_directory
 from whimbrel.model_io.weights import read_json, write_json
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.families import config_to_hf
@@ -35,9 +33,7 @@ from whimbrel.models.lora import (
     lora_linears,
     lora_parameters,
     lora_targets,
-    merge_lora,
 )
-from whimbrel.precision import dequantize_
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -46,7 +42,6 @@ __all__ = [
     "adapter_config",
     "load_adapter",
     "load_adapter_weights",
-    "merge_adapter",
     "read_adapter",
     "save_adapter",
 ]
@@ -290,8 +285,8 @@ def save_adapter(
 ) -> None:
     """Write the adapters of a model as a PEFT directory, atomically.
 
-    `base_model` is recorded as the path or hub id of the base model. `state` has tensors to save instead of the current
-    ones, by parameter name.
+    `base_model` is recorded as the path or hub id of the base model; default: what the model was loaded from. `state`
+    has tensors to save instead of the current ones, by parameter name.
     """
     table = adapter_config(model, base_model=base_model)
     tensors = dict(lora_parameters(model)) if state is None else state
@@ -316,7 +311,7 @@ def adapter_config(model: GPT, *, base_model: str | None = None) -> dict[str, An
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": model.name_or_path if base_model is None else base_model,
         "r": config.rank,
         "lora_alpha": _number(config.alpha),
         "lora_dropout": config.dropout,
@@ -361,26 +356,3 @@ def _target_modules(modules: list[str], config: GPTConfig) -> tuple[str, ...]:
         same = [other for other in every if other.endswith(f".{short}")]
         names.add(short if chosen.issuperset(same) else module)
     return tuple(sorted(names))
-
-
-# Merging
-
-
-def merge_adapter(
-    base: str | os.PathLike[str],
-    adapter: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write an unquantized copy of a model directory with the adapter added to its weights, atomically.
-
-    Weights are in `dtype`, or in the stored dtype.
-    """
-    source = exportable_directory(base)
-    with atomic_directory(path) as directory:
-        model = load_model(source, dtype=dtype)
-        load_adapter(model, adapter)
-        merge_lora(model)
-        dequantize_(model)
-        copy_model(source, model, directory)

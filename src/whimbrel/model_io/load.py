@@ -177,6 +177,7 @@ def load_model(
     if source.is_file():
         _reject_gguf(source)
         model = load_llama2c(source).to(device=device, dtype=dtype)
+        model.name_or_path = str(path)
         if recipe is not None:
             finalize(model, recipe)
         return model
@@ -188,6 +189,7 @@ def load_model(
     matches = match_tensors(files, tensor_mappings(model_type, config), stored)
     with torch.device("meta"):
         model = GPT(config)
+    model.name_or_path = str(path)
     model.to(dtype or stored_dtype(files, matches))
     if stored is not None:
         has_quantized_embedding = any(match.quantized and match.mapping.name == EMBEDDING for match in matches)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_directory
+from whimbrel.model_io.adapter import load_adapter
 from whimbrel.model_io.load import EMBEDDING, check_tokenizer, load_model, resolve_model
 from whimbrel.model_io.weights import (
     CONFIG,
@@ -29,11 +30,12 @@ from whimbrel.model_io.weights import (
 )
 from whimbrel.models import GPT
 from whimbrel.models.families import config_to_hf, tensor_mappings
+from whimbrel.models.lora import find_lora_config, merge_lora
 from whimbrel.precision import dequantize_
 from whimbrel.tokenization import Tokenizer
 from whimbrel.tokenization.chat_template import TEMPLATE_DIRECTORY, TEMPLATE_FILE
 
-__all__ = ["copy_model", "export_hf", "exportable_directory", "save_model"]
+__all__ = ["copy_model", "export_hf", "exportable_directory", "merge_adapter", "save_model"]
 
 MAX_SHARD_SIZE = 5 * 10**9
 COPIED_FILES = (
@@ -64,6 +66,7 @@ def save_model(
     transformers loads after `import whimbrel.hf`. Quantized weights are saved as codes and scales. `state`, a
     `weight_state_dict`, is saved instead of the current weights.
     """
+    _check_merged(model)
     config = model.config
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
@@ -84,6 +87,7 @@ def save_model(
 
 def copy_model(source: Path, model: GPT, directory: Path) -> None:
     """Write the current weights of `model` into `directory`, and copy all other files from `source`."""
+    _check_merged(model)
     dtype = model.token_embedding.weight.dtype
     hf_config = read_json(source / CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
     for key in (QUANTIZATION, TRANSFORMERS_WEIGHTS, "torch_dtype"):
@@ -97,6 +101,34 @@ def copy_model(source: Path, model: GPT, directory: Path) -> None:
         shutil.copytree(source / TEMPLATE_DIRECTORY, directory / TEMPLATE_DIRECTORY)
     tensors = stored_tensors(tensor_mappings(hf_config["model_type"], model.config), weight_state_dict(model))
     write_tensor_files(directory, tensors, max_shard_size=MAX_SHARD_SIZE)
+
+
+def _check_merged(model: GPT) -> None:
+    if find_lora_config(model) is not None:
+        raise ConfigError(
+            "expected a model without adapters, whose weights a model directory would lack: call merge_lora first, or "
+            "save the adapters with save_adapter"
+        )
+
+
+def merge_adapter(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write an unquantized copy of a run, checkpoint or model directory with an adapter added to its weights.
+
+    The directory appears atomically; weights are in `dtype`, or in the stored dtype.
+    """
+    model_directory = exportable_directory(base)
+    with atomic_directory(path) as directory:
+        model = load_model(model_directory, dtype=dtype)
+        load_adapter(model, adapter)
+        merge_lora(model)
+        dequantize_(model)
+        copy_model(model_directory, model, directory)
 
 
 def export_hf(

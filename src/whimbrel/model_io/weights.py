@@ -348,7 +348,8 @@ def _load_sharded(model: nn.Module, files: TensorFiles, matches: list[StoredTens
     orders, by_parameter = row_orders(model), dict[str, list[StoredTensor]]()
     for match in matches:
         by_parameter.setdefault(match.mapping.name, []).append(match)
-    for name, parameter in ((n, p) for n, p in model.named_parameters() if not p.is_meta):
+    # Those that are not in the files are adapters.
+    for name, parameter in ((n, p) for n, p in model.named_parameters() if n in by_parameter and not p.is_meta):
         part = local_part(parameter.detach())
         part.local.zero_()  # rows beyond the vocabulary
         for mapping, stored_name, _ in by_parameter[name]:

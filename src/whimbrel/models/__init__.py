@@ -3,6 +3,7 @@
 from whimbrel.models.config import GPTConfig, RopeScaling
 from whimbrel.models.gpt import GPT, IGNORE_INDEX, Block, GPTOutput, resize_vocabulary
 from whimbrel.models.layers import KVCache
+from whimbrel.models.lora import LoraConfig, apply_lora, lora_disabled, lora_parameters, merge_lora
 from whimbrel.models.presets import preset, preset_names
 
 __all__ = [
@@ -12,7 +13,12 @@ __all__ = [
     "GPTConfig",
     "GPTOutput",
     "KVCache",
+    "LoraConfig",
     "RopeScaling",
+    "apply_lora",
+    "lora_disabled",
+    "lora_parameters",
+    "merge_lora",
     "preset",
     "preset_names",
     "resize_vocabulary",

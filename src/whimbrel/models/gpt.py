@@ -107,6 +107,8 @@ class GPT(nn.Module):
 
     loss_type = "ForCausalLM"  # declares, as in transformers, that `labels` are shifted inside the model
     accepts_loss_kwargs = True  # transformers.Trainer then passes `num_items_in_batch`
+    name_or_path: str | None = None
+    """What the model was loaded from, as in transformers; adapters record it."""
 
     tp_plan: ClassVar = {
         "transformer.h.*.attn": "heads",

@@ -50,7 +50,9 @@ from whimbrel.distributed.state import (
     load_full_,
 )
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
+from whimbrel.model_io.adapter import adapter_config, load_adapter_weights, save_adapter
 from whimbrel.models import GPT
+from whimbrel.models.lora import find_lora_config, lora_parameters
 from whimbrel.precision import MixedPrecision, QuantizedWeight
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train.batches import DatasetBatches, check_samples_per_step
@@ -333,7 +335,8 @@ def model_state(model: nn.Module, processing_class: Any = None) -> DirectoryStat
     """The checkpoint component for a model: a GPT, a transformers or PEFT model, or any other module."""
     check_savable(model)
     if isinstance(model, GPT):
-        return GPTState(model, processing_class)
+        has_adapters = find_lora_config(model) is not None
+        return (GPTAdapterState if has_adapters else GPTState)(model, processing_class)
     if not hasattr(model, "save_pretrained"):
         return ModuleState(model, processing_class)
     if _has_adapters(model):
@@ -564,11 +567,17 @@ class AdapterState(ModuleState):
 
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapter files, all trained weights, and the fingerprint of the base model."""
-        self._model.save_pretrained(str(folder), state_dict={**self._base_state, **state})  # type: ignore[operator]
-        write_tensors(folder / self.FILE, {name: state[name] for name in self._written_names})
+        self._save_weights(state, folder)
         base = {"fingerprint": self._fingerprint, "adapters": self._adapters()}
         (folder / self.BASE).write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
         _save_processing_class(self._processing_class, folder)
+
+    def _save_weights(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        self._model.save_pretrained(str(folder), state_dict={**self._base_state, **state})  # type: ignore[operator]
+        write_tensors(folder / self.FILE, {name: state[name] for name in self._written_names})
+
+    def _load_weights(self, folder: Path) -> None:
+        super().load_directory(folder)
 
     def load_directory(self, folder: Path) -> None:
         """Load the trained weights; raises if the adapters or the base model differ."""
@@ -590,7 +599,7 @@ class AdapterState(ModuleState):
                 f"{folder} was trained on a base model with different weights: load the same base model, in the "
                 "same dtype, or choose another output_dir"
             )
-        super().load_directory(folder)
+        self._load_weights(folder)
 
     def _adapters(self) -> dict[str, dict[str, Any]]:
         """The JSON config of every adapter."""
@@ -620,6 +629,28 @@ class AdapterState(ModuleState):
                 digest.update(sample.view(torch.uint8).numpy().tobytes())
         _base_fingerprints[self._model] = digest.hexdigest()
         return _base_fingerprints[self._model]
+
+
+class GPTAdapterState(AdapterState):
+    """A GPT with LoRA adapters: a PEFT directory with the adapters only, and a fingerprint of the base model."""
+
+    _model: GPT
+
+    def _saved(self) -> dict[str, Tensor]:
+        saved = super()._saved()
+        if extra := sorted(saved.keys() - {name for name, _ in lora_parameters(self._model)}):
+            raise ConfigError(f"expected only adapters to be trained, got '{extra[0]}', which an adapter cannot store")
+        return saved
+
+    def _save_weights(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        save_adapter(self._model, folder, state=state)
+
+    def _load_weights(self, folder: Path) -> None:
+        load_adapter_weights(self._model, folder)
+
+    def _adapters(self) -> dict[str, dict[str, Any]]:
+        table = adapter_config(self._model)
+        return {"default": {name: value for name, value in table.items() if name not in self.IGNORED}}
 
 
 def _json_default(value: Any) -> Any:
