@@ -226,9 +226,21 @@ def quantized_linear(
 
 def quantized_linear_backward(grad_y: Tensor, codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> Tensor:
     """The gradient of `x`: `grad_y @ weight`, without quantizing `grad_y`."""
+    if torch.compiler.is_compiling():
+        codes = _decoded_in_backward(codes, grad_y)
     if _can_scale_outputs(weight_format, grad_y):
         return (grad_y * scales.to(grad_y.dtype).flatten()) @ weight_format.unpack(codes, grad_y.dtype)
     return grad_y @ weight_format.decode(codes, scales).to(grad_y.dtype)
+
+
+def _decoded_in_backward(codes: Tensor, grad_y: Tensor) -> Tensor:
+    """The same codes, but as a function of a gradient.
+
+    torch.compile would otherwise find that forward and backward decode the same weight, and keep the decoded weights of
+    all layers in memory between the two, since the matmul in backward needs them as complete tensors.
+    """
+    as_bytes = codes.view(torch.uint8)  # float8 does not support `where`
+    return torch.where(grad_y.flatten()[0].isnan(), torch.zeros_like(as_bytes), as_bytes).view(codes.dtype)
 
 
 def _can_scale_outputs(weight_format: WeightFormat, x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.base.progress import NoProgress
 from whimbrel.inference import LLM, Completion, Request, SamplingParams, beam_search, generate
 from whimbrel.model_io import open_model, save_model
-from whimbrel.models import GPT
+from whimbrel.models import GPT, LoraConfig, apply_lora, lora_parameters, merge_lora
 from whimbrel.precision import QuantizedWeight
 from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, load_tokenizer
 
@@ -311,3 +311,18 @@ def test_beam_search_on_an_engine_rejects_another_cache(models: dict[str, GPT]) 
     llm = LLM(models["llama3"])
     with pytest.raises(RequestError, match="kv_cache_dtype: expected None with an engine"):
         beam_search(llm.engine, [1, 2], num_beams=1, max_new_tokens=2, kv_cache_dtype="int8")
+
+
+def test_a_model_with_adapters_generates_what_the_merged_model_does():
+    torch.manual_seed(0)
+    model = add_noise(GPT(KINDS["llama3"]))
+    base = generate_batch(model, PROMPTS, GREEDY, max_new_tokens=8)
+    apply_lora(model, LoraConfig(rank=4))
+    with torch.no_grad():
+        for _, parameter in lora_parameters(model):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    adapted = generate_batch(model, PROMPTS, GREEDY, max_new_tokens=8)
+    merge_lora(model)
+    merged = generate_batch(model, PROMPTS, GREEDY, max_new_tokens=8)
+    tokens = [[output.tokens for outputs in batch for output in outputs] for batch in (base, adapted, merged)]
+    assert tokens[1] == tokens[2] != tokens[0]

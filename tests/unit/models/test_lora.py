@@ -296,9 +296,15 @@ def test_blocks_compile_to_full_graphs_that_layers_share(ids, weight_format, use
     torch._dynamo.reset()
     counters.clear()
     for block in model.blocks:
-        block.compile(fullgraph=True, backend="aot_eager")
-    for name, gradient in gradients(model, ids).items():
+        block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        found = gradients(model, ids)
+    for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5, msg=name)
+    weights = {linear.weight.shape for _, linear in lora_linears(model)}
+    kept = {shape for x in saved if x.is_floating_point() for shape in (x.shape, x.shape[::-1])}
+    assert bool(weights & kept) == (weight_format is None)  # decoded weights are not kept from forward to backward
     assert counters["stats"]["unique_graphs"] == 2  # the input of the first block requires no gradient
     torch._dynamo.reset()
 
