@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -9,10 +10,14 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 
+from whimbrel.distributed.deferred_init import defer_loading, materialize_
 from whimbrel.distributed.layout import ParallelConfig
+from whimbrel.distributed.state import full_tensor
 from whimbrel.distributed.strategy import shard_or_replicate
 from whimbrel.distributed.world import join_world
-from whimbrel.models import GPT, GPTConfig
+from whimbrel.model_io import load_weights, read_config
+from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora
+from whimbrel.models.lora import initialize_lora
 
 LENGTH, VOCAB = 8, 32
 
@@ -40,6 +45,25 @@ def observe_fsdp(settings: dict[str, Any]) -> dict[str, Any]:
     found["placements"] = [type(placement).__name__ for placement in parameter.placements]
     found["dtypes"] = [str(parameter.dtype), str(parameter.grad.dtype)]
     return found
+
+
+def deferred_adapters(path: Path, settings: dict[str, Any]) -> dict[str, list[float]]:
+    """The parameters of a model with adapters that is loaded after it is sharded."""
+    config = ParallelConfig(**settings)
+    world = join_world(config, "cpu")
+    with torch.device("meta"):
+        model = GPT(read_config(path).config)
+        apply_lora(model, LoraConfig(rank=3, use_dora=True))
+
+    def load(model: nn.Module) -> None:
+        assert isinstance(model, GPT)
+        load_weights(model, path)
+        initialize_lora(model, seed=5)
+
+    defer_loading(model, load)
+    shard_or_replicate(model, world, config, torch.device("cpu"))
+    materialize_(model, [model], torch.device("cpu"))
+    return {name: full_tensor(parameter.detach()).flatten().tolist() for name, parameter in model.named_parameters()}
 
 
 def parameter_bytes(settings: dict[str, Any]) -> list[int]:

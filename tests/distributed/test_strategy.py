@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from tests.distributed.pool import Pool
 
 from whimbrel.distributed.strategy import gradient_norm
 from whimbrel.distributed.world import World
+from whimbrel.model_io import save_model
+from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora
 
 
 def observe(pool: Pool, world_size: int = 2, **settings: Any) -> dict[str, Any]:
@@ -53,3 +56,15 @@ def test_a_rank_holds_its_share_of_the_parameters(pool: Pool, settings: dict[str
 
 def test_gradient_norm_without_gradients_is_zero() -> None:
     assert gradient_norm([torch.ones(2, requires_grad=True)], World()) == 0
+
+
+def test_adapters_of_a_model_that_is_loaded_in_shards_start_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(num_layers=2, num_heads=2, embd_size=16, vocab_size=32, context_length=8))
+    save_model(model, tmp_path / "model")
+    apply_lora(model, LoraConfig(rank=3, use_dora=True), seed=5)
+    found, _ = pool.run(2, jobs.deferred_adapters, tmp_path / "model", {"strategy": "fsdp"})
+    expected = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert torch.equal(torch.tensor(values), expected[name].detach().flatten()), name

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import did_you_mean
+from whimbrel.distributed.state import copy_full_, full_tensor
 from whimbrel.models.config import GPTConfig
 from whimbrel.models.families import config_to_hf, tensor_mappings
 from whimbrel.models.gpt import GPT
@@ -258,17 +259,21 @@ class LoraLinear(nn.Linear):
         return merged
 
 
-def row_norms(weight: Tensor, adapter: LoraAdapter) -> Tensor:
-    """The norms of the rows of `W + s B A`, in fp32; a quantized weight is dequantized some rows at a time."""
+def row_norms(weight: Tensor, adapter: LoraAdapter, *, initial: bool = False) -> Tensor:
+    """The norms of the rows of `W + s B A` or, if `initial`, of W, in fp32.
+
+    A quantized weight is dequantized some rows at a time.
+    """
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        a, b = adapter.lora_A.float(), adapter.lora_B.float()
         step = max(1, NORM_CHUNK // weight.shape[1])
         norms = []
         for start in range(adapter.start, adapter.stop, step):
             stop = min(start + step, adapter.stop)
             rows = _dense(weight[start:stop]).float()
-            update = b[start - adapter.start : stop - adapter.start] @ a
-            norms.append(torch.linalg.vector_norm(rows + adapter.scaling * update, dim=1))
+            if not initial:
+                up = adapter.lora_B[start - adapter.start : stop - adapter.start]
+                rows = rows + adapter.scaling * (up.float() @ adapter.lora_A.float())
+            norms.append(torch.linalg.vector_norm(rows, dim=1))
         return torch.cat(norms)
 
 
@@ -304,8 +309,8 @@ def apply_lora(
     """Add adapters in place and freeze all other parameters. The model computes the same function as before.
 
     Adapters are on the device of the weights, in `dtype` whatever the dtype of the weights. On the meta device, call
-    `initialize_lora` after the weights are loaded. `ranks` has rank and alpha of modules (by full Hugging Face name)
-    whose values are not those of `config`.
+    `initialize_lora` after the weights are allocated and loaded. `ranks` has rank and alpha of modules (by full Hugging
+    Face name) whose values are not those of `config`.
     """
     if any(True for _ in lora_linears(model)):
         raise ConfigError("expected a model without adapters, got one that has them: merge_lora or remove_lora first")
@@ -332,16 +337,17 @@ def apply_lora(
 def initialize_lora(model: GPT, seed: int = 0) -> None:
     """Initialize adapters as PEFT does: A uniform, B zero, DoRA magnitudes the norms of the rows of the weights.
 
-    Values depend only on `seed`, not on the device.
+    Values depend only on `seed`, not on the device, nor on how parameters are sharded. Collective if they are.
     """
     generator = torch.Generator().manual_seed(seed)
     for linear, adapter in lora_adapters(model):
         values = torch.empty(adapter.lora_A.shape)
         nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-        adapter.lora_A.copy_(values)
+        copy_full_(adapter.lora_A.detach(), values)
         adapter.lora_B.zero_()
-        if adapter.lora_magnitude_vector is not None:
-            adapter.lora_magnitude_vector.copy_(row_norms(linear.weight, adapter))
+        if adapter.lora_magnitude_vector is not None and not linear.weight.is_meta:
+            norms = row_norms(full_tensor(linear.weight.detach()), adapter, initial=True)
+            copy_full_(adapter.lora_magnitude_vector.detach(), norms)
 
 
 def lora_linears(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
