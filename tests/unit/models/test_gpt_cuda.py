@@ -9,7 +9,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from whimbrel.cache import DynamicCache
-from whimbrel.models import GPT, preset
+from whimbrel.distributed.activation_checkpoint import apply_activation_checkpointing
+from whimbrel.models import GPT, LoraConfig, apply_lora, lora_parameters, preset
+from whimbrel.precision import quantize_
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +48,35 @@ def test_compiled_low_precision_training_follows_plain_fp32(name):
             optimizer.zero_grad()
             losses[device].append(loss.item())
     assert counters["stats"]["unique_graphs"] == 1
+    assert losses["cuda"] == pytest.approx(losses["cpu"], abs=0.03)
+    assert losses["cuda"][-1] < losses["cuda"][0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("weight_format", [None, "int8", "int4", "fp8"])
+def test_compiled_low_precision_adapters_follow_plain_fp32(weight_format):
+    losses = {}
+    for device in ("cpu", "cuda"):
+        model = build("llama3-8b", embd_init_std=0.02)
+        if weight_format is not None:
+            quantize_(model, weight_format)
+        apply_lora(model, LoraConfig())
+        model.to(device)
+        optimizer = torch.optim.AdamW([parameter for _, parameter in lora_parameters(model)], lr=1e-3)
+        x = torch.randint(1000, (4, 257), generator=torch.Generator().manual_seed(1)).to(device)
+        if device == "cuda":
+            torch._dynamo.reset()
+            apply_activation_checkpointing(model, "full", compiled=True)
+            for block in model.blocks:
+                block.compile(fullgraph=True)
+        losses[device] = []
+        for _ in range(5):
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+                loss = model(x[:, :-1], targets=x[:, 1:]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[device].append(loss.item())
     assert losses["cuda"] == pytest.approx(losses["cpu"], abs=0.03)
     assert losses["cuda"][-1] < losses["cuda"][0]
 
