@@ -3,7 +3,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from tests.distributed.pool import Pool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Sum in this process in the order of the pool's processes, which have one thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
