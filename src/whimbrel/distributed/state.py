@@ -29,7 +29,6 @@ __all__ = [
     "lazy_gather_state",
     "load_full_",
     "local_part",
-    "shard_like",
     "to_local",
 ]
 
@@ -114,14 +113,9 @@ def from_local_like(target: Any, local: Tensor) -> Tensor:
     return DTensor.from_local(local, target.device_mesh, target.placements, shape=target.shape, stride=target.stride())
 
 
-def full_tensor(tensor: Any, order: Tensor | None = None) -> Tensor:
-    """The complete tensor, on all ranks; `order` is that of its rows (see `row_orders`)."""
-    full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
-    if order is not None:
-        restored = torch.empty_like(full)
-        restored[order.to(full.device)] = full
-        return restored
-    return full
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor, on all ranks."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def copy_full_(target: Tensor, full: Tensor, order: Tensor | None = None) -> None:
@@ -136,13 +130,6 @@ def copy_full_(target: Tensor, full: Tensor, order: Tensor | None = None) -> Non
         part.local.copy_(full[index])
     else:
         target.copy_(full)
-
-
-def shard_like(parameter: Any, full: Tensor) -> Tensor:
-    """A complete tensor with the shape of a sharded parameter, sharded like it."""
-    sharded: Tensor = torch.empty_like(parameter, dtype=full.dtype)
-    copy_full_(sharded, full)
-    return sharded
 
 
 def is_distributed_model(model: nn.Module) -> bool:
@@ -166,7 +153,7 @@ def lazy_gather_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str
 def _lazy_gather(tensor: Tensor, order: Tensor | None) -> LazyGather:
     tensor = tensor.detach()
     if not tensor.is_meta:
-        part = local_part(tensor) if is_dtensor(tensor) else Part(tensor, (0,) * tensor.ndim, is_writer=True)
+        part = local_part(tensor)
         if part.is_writer:
             return LazyGather(tensor.shape, part.local, part.pieces(order))
     return LazyGather(tensor.shape, torch.empty(0, dtype=tensor.dtype), ())
