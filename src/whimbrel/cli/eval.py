@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.cli.model_options import Device, Model, ParseSpecial, Quantize, TokenizerPath
+from whimbrel.cli.model_options import Base, Device, Model, ParseSpecial, Quantize, TokenizerPath
 from whimbrel.cli.terminal import ProgressBar, print_table
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def evaluate(
     parse_special: ParseSpecial = True,
     device: Device = None,
     tokenizer: TokenizerPath = None,
+    base: Base = None,
     out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="Include every prompt with its scores or answer in --out.")
@@ -119,6 +120,7 @@ def evaluate(
     questions = read_tasks(names, data, files=generate or (), prompts=prompts, limit=limit) if names or generate else {}
     scorer = Scorer.load(
         model,
+        base=base,
         tokenizer=tokenizer,
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
         device=choose_device(device),

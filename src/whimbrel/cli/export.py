@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.cli.model_options import Base
 
 if TYPE_CHECKING:
     from whimbrel.model_io import FinalizeResult, HeldOutResult
@@ -55,17 +56,22 @@ def finalize(
         bool,
         typer.Option("--ignore-qat-recipe", help="Allow a recipe other than the one the run was trained for (QAT)."),
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add the adapters of a run to the weights of its base model.")
+    ] = False,
+    base: Base = None,
     device: Annotated[str | None, typer.Option(help="cuda, mps or cpu. (default: the fastest available)")] = None,
 ) -> None:
     """Prepare a model for publishing: quantize it, add tokenizer, chat template, generation settings and a model card.
 
-    The held-out loss before and after is printed and recorded in README.md and finalize.json.
+    The held-out loss before and after is printed and recorded in README.md and finalize.json. A run with adapters gives
+    a PEFT directory, or with --merge a complete model.
     """
     import torch
 
     from whimbrel.config import load_toml
-    from whimbrel.model_io import finalize_model, resolve_model
-    from whimbrel.model_io.load import choose_checkpoint, find_run
+    from whimbrel.model_io import finalize_adapter, finalize_model, locate_model
+    from whimbrel.model_io.locate import choose_checkpoint, find_run
     from whimbrel.tokenization.chat_template import read_template
     from whimbrel.train.device import choose_device
     from whimbrel.train.evaluation import greater_is_better
@@ -82,10 +88,18 @@ def finalize(
         saved = settings.get("checkpoint", {})
         higher_is_better = greater_is_better(saved.get("metric", "loss"), saved.get("greater_is_better"))
         source = choose_checkpoint(source, checkpoint, greater_is_better=higher_is_better)
-    directory = resolve_model(source)
+    location = locate_model(source, base)
+    if merge and not location.is_adapter:
+        raise ConfigError(f"--merge needs a run or directory with adapters, got {source}: omit it")
+    if location.is_adapter and not merge:
+        _check_unmerged({"--quantize": recipe, "--dtype": dtype, "--data": data})
+        copied = finalize_adapter(source, out, base=base, chat_template=template, generation=generation)
+        print(f"{out}: adapter of {copied.root}; --merge writes a complete model")
+        return
     result = finalize_model(
-        directory,
+        source,
         out,
+        base=base,
         recipe=recipe,
         embeddings=quantize_embeddings,
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
@@ -93,9 +107,15 @@ def finalize(
         chat_template=template,
         generation=generation,
         settings=_card_settings(settings),
-        evaluate=_held_out_evaluation(directory, settings, data, tokens),
+        evaluate=_held_out_evaluation(source, base, settings, data, tokens),
     )
     _print_result(out, result)
+
+
+def _check_unmerged(options: Mapping[str, object]) -> None:
+    """Raise for options that change weights, which a PEFT directory does not contain."""
+    for option in (option for option, value in options.items() if value is not None):
+        raise ConfigError(f"{option} needs --merge for a model with adapters: add it, or omit {option}")
 
 
 def _choose_recipe(quantize: str | None, qat_recipe: str | None, *, ignore_qat_recipe: bool) -> str | None:
@@ -151,7 +171,7 @@ def _card_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held_out_evaluation(
-    directory: Path, settings: dict[str, Any], data: str | None, max_tokens: int
+    model: Path, base: Path | None, settings: dict[str, Any], data: str | None, max_tokens: int
 ) -> Callable[[GPT], HeldOutResult] | None:
     """Evaluation on `data` or on the run's validation data; None if there is neither."""
     from whimbrel.data.shards import has_split
@@ -159,7 +179,7 @@ def _held_out_evaluation(
     from whimbrel.train.config import build_run_config
 
     if data is not None:
-        return held_out_evaluation(directory, data, max_tokens=max_tokens)
+        return held_out_evaluation(model, data, base=base, max_tokens=max_tokens)
     run = build_run_config(settings) if "data" in settings else None
     path = None if run is None else run.validation.path or run.data.path
     if run is None or path is None or not has_split(path, "val"):
@@ -167,8 +187,9 @@ def _held_out_evaluation(
         print(f"held-out loss not measured{where}: pass text or token shards with --data")
         return None
     return held_out_evaluation(
-        directory,
+        model,
         str(path),
+        base=base,
         max_tokens=min(run.validation.tokens or max_tokens, max_tokens),
         sequence_length=run.sequence_length,
         mask_documents=run.data.documents != "join",
@@ -198,10 +219,11 @@ def export(
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of the weights. (default: as stored)")
     ] = None,
+    base: Base = None,
 ) -> None:
     """Export a model: a directory for `transformers` and vLLM, or a GGUF file for llama.cpp and Ollama.
 
-    Quantized weights are dequantized. GGUF needs the extra `gguf`.
+    Quantized weights are dequantized, and adapters merged. GGUF needs the extra `gguf`.
     """
     if output_format is not None and (output_format == "gguf") != (out.suffix == GGUF):
         raise ConfigError(
@@ -215,11 +237,11 @@ def export(
     if out.suffix == GGUF:
         from whimbrel.model_io.gguf import export_gguf
 
-        export_gguf(source, out, dtype=torch_dtype)
+        export_gguf(source, out, base=base, dtype=torch_dtype)
         size = out.stat().st_size
     else:
         from whimbrel.model_io import export_hf
 
-        export_hf(source, out, dtype=torch_dtype)
+        export_hf(source, out, base=base, dtype=torch_dtype)
         size = sum(file.stat().st_size for file in out.iterdir())
     print(f"{out}: {format_bytes(size)}")

@@ -17,6 +17,7 @@ from whimbrel.cli.terminal import escape_controls, print_text
 
 if TYPE_CHECKING:
     from whimbrel.inference import Conversation, Draft
+    from whimbrel.model_io import ModelSource
     from whimbrel.tokenization import ChatTemplate
 
 __all__ = ["chat", "generate"]
@@ -49,7 +50,7 @@ def generate(
     from whimbrel.model_io import open_model
 
     _check_combination(n, num_beams, options)
-    opened = open_model(model, options.tokenizer)
+    opened = open_model(model, options.tokenizer, base=options.base)
     bos_id = opened.generation_config.bos_token_id
     prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=bos_id).ids
     sampling, limit = options.sampling_params(opened.generation_config)
@@ -113,9 +114,9 @@ def chat(
     from whimbrel.inference import Conversation
     from whimbrel.model_io import open_model
 
-    opened = open_model(model, options.tokenizer)
+    opened = open_model(model, options.tokenizer, base=options.base)
     sampling, limit = options.sampling_params(opened.generation_config)
-    chat_template = _load_template(opened.path, template)
+    chat_template = _load_template(opened, template)
     draft = options.load_draft()
     llm, stop = options.load_llm(opened, max_batch=1), tuple(options.stop or ())
     conversation = Conversation(
@@ -184,17 +185,19 @@ def _print_notice(text: str) -> None:
     typer.echo(escape_controls(text), err=True)
 
 
-def _load_template(directory: Path, name: str | None) -> ChatTemplate:
+def _load_template(opened: ModelSource, name: str | None) -> ChatTemplate:
     """Load a template file, or one of the model's templates by name. Models without one use DEFAULT_CHAT_TEMPLATE."""
-    from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, load_chat_template, read_special_tokens
+    from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, read_special_tokens
     from whimbrel.tokenization.chat_template import read_template
 
     if name is not None and Path(name).is_file():
-        template = ChatTemplate(read_template(Path(name)), read_special_tokens(directory))
+        template = ChatTemplate(
+            read_template(Path(name)), read_special_tokens(opened.location.tokenizer_directory or opened.path)
+        )
         template.check()
         return template
     try:
-        chat_template = load_chat_template(directory, "default" if name is None else name)
+        chat_template = opened.chat_template("default" if name is None else name)
     except ConfigError as error:
         if name is None:
             raise ConfigError(f"{error}: choose one with --template") from error

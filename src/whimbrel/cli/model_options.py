@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from whimbrel.model_io import GenerationConfig, ModelSource
 
 __all__ = [
+    "Base",
     "Compile",
     "Device",
     "GenerationOptions",
@@ -27,7 +28,13 @@ __all__ = [
     "with_generation_options",
 ]
 
-Model = Annotated[Path, typer.Argument(help="A run (its newest checkpoint), a model directory, or a llama2.c .bin.")]
+Model = Annotated[
+    Path, typer.Argument(help="A run (its newest checkpoint), a model or adapter directory, or a llama2.c .bin.")
+]
+Base = Annotated[
+    Path | None,
+    typer.Option(help="The base model of an adapter, if it is not where it was when the adapter was trained."),
+]
 Quantize = Annotated[
     str | None, typer.Option(help="Quantize an unquantized model while loading: int8, int8-dynamic, int4 or fp8.")
 ]
@@ -89,6 +96,7 @@ class GenerationOptions:
     seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None
     device: Device = None
     tokenizer: TokenizerPath = None
+    base: Base = None
 
     @property
     def sampling(self) -> dict[str, float | None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whimbrel.base.errors import MissingExtraError
-from whimbrel.cli.model_options import Compile, Device, KVCacheDtype, Model, Quantize, TokenizerPath
+from whimbrel.cli.model_options import Base, Compile, Device, KVCacheDtype, Model, Quantize, TokenizerPath
 from whimbrel.cli.terminal import print_text
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(help="Seconds to wait for running requests on shutdown.")] = 30.0,
     device: Device = None,
     tokenizer: TokenizerPath = None,
+    base: Base = None,
 ) -> None:
     """Serve a model over HTTP: an OpenAI-compatible API and a chat page.
 
@@ -83,7 +84,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         drain_seconds=drain_seconds,
     )
-    load = partial(_load, model, name=name, tokenizer=tokenizer, device=device, quantize=quantize)
+    load = partial(_load, model, base=base, name=name, tokenizer=tokenizer, device=device, quantize=quantize)
     _run(
         config,
         load,
@@ -113,9 +114,17 @@ def _run(config: ServeConfig, load: Callable[[], ServedModel], engine_options: d
 
 
 def _load(
-    model: Path, *, name: str | None, tokenizer: Path | None, device: str | None, quantize: str | None
+    model: Path,
+    *,
+    base: Path | None,
+    name: str | None,
+    tokenizer: Path | None,
+    device: str | None,
+    quantize: str | None,
 ) -> ServedModel:
     from whimbrel.server.served_model import load_served_model
     from whimbrel.train.device import choose_device
 
-    return load_served_model(model, name=name, tokenizer=tokenizer, device=choose_device(device), quantize=quantize)
+    return load_served_model(
+        model, base=base, name=name, tokenizer=tokenizer, device=choose_device(device), quantize=quantize
+    )

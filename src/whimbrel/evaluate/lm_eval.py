@@ -17,7 +17,7 @@ from whimbrel.evaluate.generation import split_stops
 from whimbrel.evaluate.scoring import Scorer
 from whimbrel.inference import LLM, Request, SamplingParams
 from whimbrel.model_io import load
-from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, load_chat_template
+from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message
 from whimbrel.train.device import choose_device
 
 try:
@@ -60,7 +60,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         self._batch_size = None if batch_size == "auto" else int(batch_size)
         loaded = load(pretrained, tokenizer=tokenizer, device=self._device, dtype=DTYPES[dtype], quantize=quantize)
         self.scorer = Scorer.from_loaded(loaded)
-        self._source = loaded.path
+        self._location = loaded.location
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would generate it."""
@@ -98,7 +98,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
         return self.scorer.tokenizer.fingerprint
 
     def _template(self, name: str = "default") -> ChatTemplate:
-        return (load_chat_template(self._source, name) if self._source.is_dir() else None) or DEFAULT_CHAT_TEMPLATE
+        return self._location.chat_template(name) or DEFAULT_CHAT_TEMPLATE
 
     def _request(self, context: str, settings: Mapping[str, Any]) -> tuple[Request, list[str]]:
         """A request for the engine, and its stop strings."""

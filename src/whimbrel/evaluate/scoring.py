@@ -166,6 +166,7 @@ class Scorer:
         cls,
         path: str | os.PathLike[str],
         *,
+        base: str | os.PathLike[str] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
@@ -173,7 +174,7 @@ class Scorer:
         parse_special: bool = True,
     ) -> Scorer:
         """Load a model and its tokenizer; see `whimbrel.model_io.load`."""
-        loaded = load(path, tokenizer=tokenizer, device=device, dtype=dtype, quantize=quantize)
+        loaded = load(path, base=base, tokenizer=tokenizer, device=device, dtype=dtype, quantize=quantize)
         return cls.from_loaded(loaded, parse_special=parse_special)
 
     @classmethod

@@ -20,7 +20,7 @@ from whimbrel.data import document_ids, read_manifest
 from whimbrel.data.shards import TokenStream, open_stream
 from whimbrel.data.sources import iter_documents
 from whimbrel.evaluate.scoring import Pair, Scorer
-from whimbrel.model_io import HeldOutResult, load_tokenizer
+from whimbrel.model_io import HeldOutResult, load_tokenizer, locate_model
 from whimbrel.model_io.load import read_config
 from whimbrel.models import GPT
 from whimbrel.models.held_out_loss import HeldOutLoss, held_out_loss
@@ -175,9 +175,10 @@ class _HeldOutTokens(NamedTuple):
 
 
 def held_out_evaluation(
-    directory: str | os.PathLike[str],
+    model: str | os.PathLike[str],
     data: str,
     *,
+    base: str | os.PathLike[str] | None = None,
     max_tokens: int,
     sequence_length: int | None = None,
     mask_documents: bool = False,
@@ -185,12 +186,12 @@ def held_out_evaluation(
     """A function that computes the mean loss of a model on `data`, validation shards or text (as in `prepare`).
 
     The loss is that of validation in training: the tokens are split into sequences of `sequence_length` (default: the
-    context length, at most 1024), and `mask_documents` restricts attention to each document. `directory` has the
-    config and the tokenizer of the model.
+    context length, at most 1024), and `mask_documents` restricts attention to each document. `model` is the path
+    of the model, which is read for its config and tokenizer; `base` that of its base model, for an adapter.
     """
-    directory = Path(directory)
-    config = read_config(directory).config
-    tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+    location = locate_model(model, base)
+    config, directory = read_config(location.root).config, location.tokenizer_directory
+    tokenizer = None if directory is None else load_tokenizer(directory)
     if is_shard_directory(data):
         held_out = _read_shards(Path(data), tokenizer, config.vocab_size, max_tokens)
     else:

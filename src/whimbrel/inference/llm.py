@@ -21,9 +21,9 @@ from whimbrel.inference.engine import Engine, EngineConfig
 from whimbrel.inference.sampling import SamplingParams, non_finite_error
 from whimbrel.inference.sequence import Event, Logprob, Request, as_token_ids, as_token_set
 from whimbrel.inference.speculative import Draft
-from whimbrel.model_io import ModelSource, load_tokenizer, open_model, read_generation_config, resolve_model
+from whimbrel.model_io import ModelLocation, ModelSource, load_tokenizer, open_model
 from whimbrel.models import GPT
-from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, Tokenizer, load_chat_template
+from whimbrel.tokenization import DEFAULT_CHAT_TEMPLATE, ChatTemplate, Message, Tokenizer
 from whimbrel.tokenization.tokenizer import EncodedPrompt
 
 __all__ = ["LLM", "Completion", "RequestOutput", "encode_prompt", "generate"]
@@ -62,10 +62,10 @@ class RequestOutput:
 class LLM:
     """Generates text with the engine: batched, paged, on a GPU with CUDA graphs, optionally compiled.
 
-    `model` is a `GPT`, or a path: a run (its newest checkpoint), a model directory, or a llama2.c file. With a path (or
-    what `open_model` returns), the tokenizer, the end-of-text tokens and the default sampling parameters come with the
-    model, and `quantize` (int8, int8-dynamic, int4, fp8) quantizes the weights while loading. `device` and `quantize`
-    are for paths only. Other keyword arguments are those of `EngineConfig`.
+    `model` is a `GPT`, or a path: a run (its newest checkpoint), a model or adapter directory, or a llama2.c file. With
+    a path (or what `open_model` returns), the tokenizer, the end-of-text tokens and the default sampling parameters
+    come with the model, and `quantize` (int8, int8-dynamic, int4, fp8) quantizes the weights while loading. `device`
+    and `quantize` are for paths only. Other keyword arguments are those of `EngineConfig`.
     """
 
     def __init__(
@@ -81,20 +81,16 @@ class LLM:
         self.eos_ids: frozenset[int] = frozenset()
         """End-of-text token ids."""
         self.bos_id: int | None = None
-        self._path: Path | None = None
+        self._location: ModelLocation | None = None
         self.default_sampling: dict[str, Any] = {}
         """Sampling parameters of the model's generation_config.json."""
         if isinstance(model, str | Path):
-            if isinstance(tokenizer, Tokenizer):
-                path = resolve_model(model)
-                model = ModelSource(path, tokenizer, read_generation_config(path, tokenizer, tokenizer.vocab_size))
-            else:
-                model = open_model(model, tokenizer)
+            model = open_model(model, tokenizer)
         if isinstance(model, ModelSource):
             self.tokenizer, defaults = model.tokenizer, model.generation_config
             self.eos_ids, self.bos_id = frozenset(defaults.eos_token_ids), defaults.bos_token_id
             self.default_sampling = dict(defaults.sampling)
-            self._path = model.path
+            self._location = model.location
             if device is None:
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             model = model.load_model(device=device, quantize=quantize)
@@ -117,8 +113,7 @@ class LLM:
     @cached_property
     def template(self) -> ChatTemplate:
         """The model's chat template, or `DEFAULT_CHAT_TEMPLATE`."""
-        template = load_chat_template(self._path) if self._path is not None and self._path.is_dir() else None
-        return template or DEFAULT_CHAT_TEMPLATE
+        return (None if self._location is None else self._location.chat_template()) or DEFAULT_CHAT_TEMPLATE
 
     def generate(
         self,

@@ -1,7 +1,7 @@
 """Model directories: `load`, `load_model`, `load_tokenizer`, `save_model`, `finalize_model`."""
 
 from whimbrel.model_io.adapter import Adapter, load_adapter, read_adapter, save_adapter
-from whimbrel.model_io.finalize import FinalizeResult, HeldOutResult, finalize_model
+from whimbrel.model_io.finalize import FinalizeResult, HeldOutResult, finalize_adapter, finalize_model
 from whimbrel.model_io.load import (
     GenerationConfig,
     LoadedModel,
@@ -14,8 +14,8 @@ from whimbrel.model_io.load import (
     open_model,
     read_config,
     read_generation_config,
-    resolve_model,
 )
+from whimbrel.model_io.locate import ModelLocation, locate_model, resolve_model
 from whimbrel.model_io.save import export_hf, merge_adapter, save_model
 from whimbrel.model_io.weights import weight_state_dict
 
@@ -25,15 +25,18 @@ __all__ = [
     "GenerationConfig",
     "HeldOutResult",
     "LoadedModel",
+    "ModelLocation",
     "ModelSource",
     "check_tokenizer",
     "export_hf",
+    "finalize_adapter",
     "finalize_model",
     "load",
     "load_adapter",
     "load_model",
     "load_tokenizer",
     "load_weights",
+    "locate_model",
     "merge_adapter",
     "open_model",
     "read_adapter",

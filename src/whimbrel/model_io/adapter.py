@@ -37,6 +37,8 @@ from whimbrel.models.lora import (
 
 __all__ = [
     "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "BASE_INFO",
     "Adapter",
     "AdapterModule",
     "adapter_config",
@@ -47,6 +49,8 @@ __all__ = [
 ]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_INFO = "base_model.json"
+"""Written by training: a fingerprint of the base model, and the format of its quantized weights."""
 PREFIX = "base_model.model."
 """Prefix of the names of all tensors of an adapter."""
 SUFFIXES = {

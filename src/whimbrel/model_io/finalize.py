@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,18 @@ from whimbrel import __version__
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_directory, format_bytes
 from whimbrel.config import dump_toml
-from whimbrel.model_io.load import load_model, read_config, resolve_model
-from whimbrel.model_io.save import copy_model
+from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO
+from whimbrel.model_io.load import load_model, read_config
+from whimbrel.model_io.locate import ModelLocation
+from whimbrel.model_io.save import copy_model, copy_text_files, exportable_location
 from whimbrel.model_io.weights import CONFIG, GENERATION_CONFIG, format_of, read_json, weight_recipe, write_json
 from whimbrel.models import GPT
 from whimbrel.models.held_out_loss import perplexity
-from whimbrel.precision import QuantizedWeight, finalize
+from whimbrel.models.lora import merge_lora
+from whimbrel.precision import QuantizedWeight, dequantize_, finalize
 from whimbrel.tokenization.chat_template import TEMPLATE_FILE
 
-__all__ = ["FinalizeResult", "HeldOutResult", "WeightsInfo", "finalize_model"]
+__all__ = ["FinalizeResult", "HeldOutResult", "WeightsInfo", "finalize_adapter", "finalize_model"]
 
 MODEL_CARD, SUMMARY = "README.md", "finalize.json"
 
@@ -95,6 +99,7 @@ def finalize_model(
     embeddings: bool = False,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
+    base: str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
     generation: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -102,9 +107,12 @@ def finalize_model(
 ) -> FinalizeResult:
     """Write a publishable model directory from a run, checkpoint or model directory, atomically.
 
+    An adapter is merged with its base model.
+
     Args:
         recipe: Quantize the linear layers, and with `embeddings` also the token embedding and the head.
         dtype: Convert the weights first.
+        base: The base model of an adapter, if it is not where it was when the adapter was trained.
         generation: Fields to add to `generation_config.json`.
         settings: The config of the training run, for the model card.
         evaluate: Computes the held-out loss; called with the source model and with the result reloaded from disk.
@@ -112,34 +120,32 @@ def finalize_model(
     quantization = None if recipe is None else weight_recipe("quantize", recipe, embeddings=embeddings)
     if embeddings and quantization is None:
         raise ConfigError("embeddings needs a recipe such as int8 (--quantize-embeddings needs --quantize)")
-    source_directory = resolve_model(source)
-    if source_directory.is_file():
-        raise ConfigError(f"expected a run, a checkpoint or a model directory, got the file {source_directory}")
-    stored_format = read_config(source_directory).weight_format
+    location = exportable_location(source, base)
+    stored_format = None if location.is_adapter else read_config(location.directory).weight_format
     if quantization is not None and stored_format not in (None, quantization.finalize):
         raise ConfigError(
-            f"{source_directory} is already quantized as {stored_format.name}: quantize the original model, or "
+            f"{location.directory} is already quantized as {stored_format.name}: quantize the original model, or "
             "dequantize it first with `whimbrel export`"
         )
     with atomic_directory(out) as directory:
-        model = load_model(source_directory, device=device)
-        before = _weights_info(source_directory, model, evaluate)
+        model = load_model(source, base=base, device=device, merge=False)
+        before = _weights_info(location.num_bytes, model, evaluate)
+        if location.is_adapter:
+            merge_lora(model)
+            dequantize_(model)
         if dtype is not None:
             model.to(dtype)
         if quantization is not None:
             finalize(model, quantization)
-        copy_model(source_directory, model, directory)
-        if chat_template is not None:
-            (directory / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
-        if generation:
-            file = directory / GENERATION_CONFIG
-            write_json(file, (read_json(file) if file.is_file() else {}) | dict(generation))
+        copy_model(location, model, directory)
+        _replace_text_files(directory, chat_template, generation)
         weight_format, num_parameters = format_of(model), model.num_parameters()
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         dense = tuple(name for name, linear in linears.items() if not isinstance(linear.weight, QuantizedWeight))
         unquantized = () if weight_format is None else dense
         del model, linears
-        after = _weights_info(directory, load_model(directory, device=device), evaluate)
+        reloaded = load_model(directory, device=device)
+        after = _weights_info(ModelLocation(directory).num_bytes, reloaded, evaluate)
         name = None if weight_format is None else recipe or weight_format.name
         result = FinalizeResult(name, num_parameters, before, after, unquantized)
         write_json(directory / SUMMARY, {"whimbrel": __version__, **result.to_json()})
@@ -148,11 +154,76 @@ def finalize_model(
     return result
 
 
-def _weights_info(directory: Path, model: GPT, evaluate: Callable[[GPT], HeldOutResult] | None) -> WeightsInfo:
+def finalize_adapter(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    chat_template: str | None = None,
+    generation: Mapping[str, Any] | None = None,
+) -> ModelLocation:
+    """Write the adapter of a run or checkpoint as a PEFT directory with tokenizer, chat template and model card.
+
+    The directory appears atomically. Returns the location of the adapter that was copied.
+    """
+    location = exportable_location(source, base)
+    if location.base is None:
+        raise ConfigError(f"expected a run or directory with adapters, got {source}")
+    with atomic_directory(out) as directory:
+        table = read_json(location.directory / ADAPTER_CONFIG)
+        base_model = table.get("base_model_name_or_path")
+        if base is not None or not base_model or Path(base_model).exists():  # else the id of a hub model
+            base_model = str(location.base.directory.absolute())
+        write_json(directory / ADAPTER_CONFIG, table | {"base_model_name_or_path": base_model})
+        for name in (ADAPTER_WEIGHTS, BASE_INFO):
+            if (location.directory / name).is_file():
+                shutil.copyfile(location.directory / name, directory / name)
+        copy_text_files(location, directory, read_config(location.root).config.vocab_size)
+        _replace_text_files(directory, chat_template, generation)
+        card = ADAPTER_CARD.format(name=Path(out).name, base=base_model)
+        (directory / MODEL_CARD).write_text(card, encoding="utf-8")
+    return location
+
+
+def _replace_text_files(directory: Path, chat_template: str | None, generation: Mapping[str, Any] | None) -> None:
+    if chat_template is not None:
+        (directory / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
+    if generation:
+        file = directory / GENERATION_CONFIG
+        write_json(file, (read_json(file) if file.is_file() else {}) | dict(generation))
+
+
+ADAPTER_CARD = """---
+library_name: peft
+base_model: {base}
+pipeline_tag: text-generation
+tags:
+- lora
+- whimbrel
+---
+
+# {name}
+
+A LoRA adapter of `{base}`.
+
+## Usage
+
+`whimbrel chat PATH --base BASE`, or
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), PATH)
+```
+"""
+
+
+def _weights_info(num_bytes: int, model: GPT, evaluate: Callable[[GPT], HeldOutResult] | None) -> WeightsInfo:
     weight_format, dtype = format_of(model), str(model.token_embedding.weight.dtype).removeprefix("torch.")
     return WeightsInfo(
         dtype if weight_format is None else f"{weight_format.name}, {dtype}",
-        sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+        num_bytes,
         None if evaluate is None else evaluate(model),
     )
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError, PrecisionError, WriteError
 from whimbrel.base.files import atomic_file
 from whimbrel.model_io.load import load_tokenizer, read_config, read_generation_config
-from whimbrel.model_io.save import exportable_directory
+from whimbrel.model_io.locate import ModelLocation
+from whimbrel.model_io.save import merged_directory
 from whimbrel.model_io.weights import CODES, SCALES, StoredTensor, TensorFiles, match_tensors, read_json, stored_dtype
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.families import tensor_mappings
@@ -77,20 +78,28 @@ class TensorEntry(NamedTuple):
 
 
 def export_gguf(
-    source: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the model and tokenizer of a run, checkpoint or model directory as one GGUF file, atomically.
 
     Matrices have `dtype` (fp32, fp16, bf16) or their stored dtype; norms, biases and position embeddings are fp32.
-    Quantized weights are dequantized. Raises ConfigError if no GGUF architecture computes the model exactly, or if
-    llama.cpp would tokenize differently.
+    Quantized weights are dequantized, and adapters merged. Raises ConfigError if no GGUF architecture computes the
+    model exactly, or if llama.cpp would tokenize differently.
     """
     target = Path(path)
     if target.suffix != SUFFIX:
         raise ConfigError(f"expected a file name that ends in {SUFFIX}, got {target}")
     if target.exists():
         raise WriteError(f"{target} already exists: remove it or choose another name")
-    directory = exportable_directory(source)
+    with merged_directory(source, base=base, dtype=dtype) as directory:
+        _export_directory(directory, target, dtype)
+
+
+def _export_directory(directory: Path, target: Path, dtype: torch.dtype | None) -> None:
     model_type, config, weight_format = read_config(directory)
     arch = _architecture(model_type, config)
     files = TensorFiles(directory)
@@ -353,7 +362,7 @@ def _add_tokens(writer: GGUFWriter, tokenizer: Tokenizer, content: Mapping[str, 
 
 def _add_special_tokens(writer: GGUFWriter, directory: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Add BOS and EOS. Always, because readers would use their own defaults for missing ones."""
-    generation = read_generation_config(directory, tokenizer, vocab_size)
+    generation = read_generation_config(ModelLocation(directory), tokenizer, vocab_size)
     prefix, suffix = _added_tokens(tokenizer)
     eos_ids = generation.eos_token_ids
     if len(prefix) > 1 or (suffix and suffix != eos_ids[:1]):

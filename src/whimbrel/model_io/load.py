@@ -1,7 +1,7 @@
 """Loading models: `load` reads weights, tokenizer and generation defaults, `load_model` and `load_tokenizer` one each.
 
-Every function accepts a run (its newest intact checkpoint), a checkpoint, a Hugging Face model directory, or a llama2.c
-`.bin` file.
+Every function accepts a run (its newest intact checkpoint), a checkpoint, a Hugging Face model directory, a PEFT
+adapter (with its base model), or a llama2.c `.bin` file.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from torch import nn
 
 from whimbrel import tokenization
 from whimbrel.base.errors import CheckpointError, ConfigError
-from whimbrel.checkpoint import list_checkpoints, rank_by_metric, verify_component
 from whimbrel.config import to_table
+from whimbrel.model_io.adapter import ADAPTER_CONFIG, load_adapter
 from whimbrel.model_io.llama2c import load_llama2c, load_llama2c_tokenizer, read_llama2c_config
+from whimbrel.model_io.locate import ModelLocation, locate_model, model_path
 from whimbrel.model_io.weights import (
     CONFIG,
     GENERATION_CONFIG,
     QUANTIZATION,
     TensorFiles,
     dense_linears,
+    format_of,
     load_tensors,
     match_tensors,
     read_json,
@@ -35,10 +37,11 @@ from whimbrel.model_io.weights import (
     stored_format,
     weight_recipe,
 )
-from whimbrel.models import GPT, GPTConfig
+from whimbrel.models import GPT, GPTConfig, resize_vocabulary
 from whimbrel.models.families import canonical, config_from_hf, tensor_mappings
+from whimbrel.models.lora import cache_gains, find_lora_config, merge_lora
 from whimbrel.precision import RECIPES, WeightFormat, finalize, load_into, materialize_
-from whimbrel.tokenization import ChatTemplate, Tokenizer, load_chat_template
+from whimbrel.tokenization import ChatTemplate, Tokenizer
 
 __all__ = [
     "GenerationConfig",
@@ -46,8 +49,6 @@ __all__ = [
     "ModelConfig",
     "ModelSource",
     "check_tokenizer",
-    "choose_checkpoint",
-    "find_run",
     "load",
     "load_model",
     "load_tokenizer",
@@ -55,11 +56,9 @@ __all__ = [
     "open_model",
     "read_config",
     "read_generation_config",
-    "resolve_model",
 ]
 
 EMBEDDING = "transformer.wte.weight"
-EXPECTED_PATH = "expected a run, a checkpoint, a model directory or a llama2.c .bin file"
 
 GENERATION_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("0 or a positive number", lambda value: value >= 0),
@@ -90,10 +89,14 @@ class GenerationConfig:
 class ModelSource:
     """A model on disk whose files, except the weights, have been read and checked."""
 
-    path: Path
-    """The model directory, or the llama2.c file."""
+    location: ModelLocation
     tokenizer: Tokenizer
     generation_config: GenerationConfig
+
+    @property
+    def path(self) -> Path:
+        """The model directory, the adapter directory, or the llama2.c file."""
+        return self.location.directory
 
     def load_model(
         self,
@@ -103,13 +106,13 @@ class ModelSource:
         quantize: str | None = None,
     ) -> GPT:
         """Load the weights; see `load_model`."""
-        model = load_model(self.path, device=device, dtype=dtype, quantize=quantize)
+        model = _load_model(self.location, device=device, dtype=dtype, quantize=quantize)
         check_tokenizer(self.tokenizer, model.config)
         return model
 
     def chat_template(self, name: str = "default") -> ChatTemplate | None:
         """The model's chat template of that name, if it has any."""
-        return load_chat_template(self.path, name) if self.path.is_dir() else None
+        return self.location.chat_template(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +123,13 @@ class LoadedModel:
     tokenizer: Tokenizer
     generation_config: GenerationConfig
     chat_template: ChatTemplate | None
-    path: Path
-    """The model directory, or the llama2.c file."""
+    location: ModelLocation
 
 
 def load(
     path: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -136,32 +139,43 @@ def load(
 
     `tokenizer` replaces the model's own; the other options are those of `load_model`.
     """
-    source = open_model(path, tokenizer)
+    source = open_model(path, tokenizer, base=base)
     template = source.chat_template()
     model = source.load_model(device=device, dtype=dtype, quantize=quantize)
-    return LoadedModel(model, source.tokenizer, source.generation_config, template, source.path)
+    return LoadedModel(model, source.tokenizer, source.generation_config, template, source.location)
 
 
-def open_model(path: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> ModelSource:
-    """Read everything but the weights, so that errors appear before minutes of loading."""
-    source = resolve_model(path)
-    if source.is_file():
-        _reject_gguf(source)
-    if tokenizer is None and not (source / "tokenizer.json").is_file():
-        raise ConfigError(f"{source} has no tokenizer: pass the one it was trained with (--tokenizer)")
-    config = read_llama2c_config(source) if source.is_file() else read_config(source).config
-    loaded_tokenizer = load_tokenizer(source if tokenizer is None else tokenizer)
-    check_tokenizer(loaded_tokenizer, config)
-    return ModelSource(source, loaded_tokenizer, read_generation_config(source, loaded_tokenizer, config.vocab_size))
+def open_model(
+    path: str | os.PathLike[str],
+    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+    *,
+    base: str | os.PathLike[str] | None = None,
+) -> ModelSource:
+    """Read everything but the weights, so that errors appear before minutes of loading.
+
+    `base` is the base model of an adapter, if it is not where it was when the adapter was trained.
+    """
+    location = locate_model(path, base)
+    if location.root.is_file():
+        _reject_gguf(location.root)
+    if tokenizer is None and (tokenizer := location.tokenizer_directory) is None:
+        raise ConfigError(f"{location.directory} has no tokenizer: pass the one it was trained with (--tokenizer)")
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = load_tokenizer(tokenizer)
+    config = _read_architecture(location)
+    check_tokenizer(tokenizer, config)
+    return ModelSource(location, tokenizer, read_generation_config(location, tokenizer, config.vocab_size))
 
 
 def load_model(
     path: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     quantize: str | None = None,
     quantize_embeddings: bool = False,
+    merge: bool | None = None,
 ) -> GPT:
     """Load a model without its tokenizer.
 
@@ -169,15 +183,81 @@ def load_model(
     linear layers of an unquantized model while reading it, one tensor at a time on the device, so that the unquantized
     model is never in memory; `quantize_embeddings` includes the token embedding and the head. A quantized directory is
     loaded in its own format.
+
+    An adapter is loaded with its base model, whose linear layers are quantized as they were in training unless
+    `quantize` is another format. `merge` adds it to the weights, which makes quantized ones dense; by default, it is
+    merged with unquantized weights only. `base` is its base model, if that is not where it was in training.
     """
-    source = resolve_model(path)
+    location = locate_model(path, base)
+    model = _load_model(
+        location,
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        quantize_embeddings=quantize_embeddings,
+        merge=merge,
+    )
+    if find_lora_config(model) is None:  # otherwise, it is the path of the base model
+        model.name_or_path = str(path)
+    return model
+
+
+def _load_model(
+    location: ModelLocation,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+    quantize_embeddings: bool = False,
+    merge: bool | None = None,
+) -> GPT:
+    if location.base is None:
+        return _load_directory(location.directory, device, dtype, quantize, quantize_embeddings)
+    if quantize is None and _stored_format(location.root) is None:
+        quantize = location.base_weights
+    model = _load_model(
+        location.base, device=device, dtype=dtype, quantize=quantize, quantize_embeddings=quantize_embeddings
+    )
+    if find_lora_config(model) is not None:  # two adapters on quantized weights
+        merge_lora(model)
+    resize_vocabulary(model, _read_architecture(location).vocab_size)
+    if merge or (merge is None and format_of(model) is None):
+        load_adapter(model, location.directory)
+        merge_lora(model)
+    else:
+        load_adapter(model, location.directory, dtype=model.token_embedding.weight.dtype)
+        cache_gains(model)
+    return model
+
+
+def _stored_format(source: Path) -> WeightFormat | None:
+    return None if source.is_file() else read_config(source).weight_format
+
+
+def _read_architecture(location: ModelLocation) -> GPTConfig:
+    """The architecture of a model; the vocabulary of an adapter includes the tokens that were added to train it."""
+    config = read_llama2c_config(location.root) if location.root.is_file() else read_config(location.root).config
+    for each in location.chain:
+        if each.is_adapter and (each.directory / "tokenizer.json").is_file():
+            added = load_tokenizer(each.directory).vocab_size
+            config = replace(config, vocab_size=max(config.vocab_size, added))
+    return config
+
+
+def _load_directory(
+    source: Path,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    quantize: str | None,
+    quantize_embeddings: bool,
+) -> GPT:
     recipe = None if quantize is None else weight_recipe("quantize", quantize, embeddings=quantize_embeddings)
     if quantize_embeddings and recipe is None:
         raise ConfigError("quantize_embeddings=True needs quantize, such as quantize='int8'")
     if source.is_file():
         _reject_gguf(source)
         model = load_llama2c(source).to(device=device, dtype=dtype)
-        model.name_or_path = str(path)
+        model.name_or_path = str(source)
         if recipe is not None:
             finalize(model, recipe)
         return model
@@ -189,7 +269,7 @@ def load_model(
     matches = match_tensors(files, tensor_mappings(model_type, config), stored)
     with torch.device("meta"):
         model = GPT(config)
-    model.name_or_path = str(path)
+    model.name_or_path = str(source)
     model.to(dtype or stored_dtype(files, matches))
     if stored is not None:
         has_quantized_embedding = any(match.quantized and match.mapping.name == EMBEDDING for match in matches)
@@ -232,7 +312,14 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] = "gpt2") -> Tokenizer:
     if path.suffix == ".bin" and path.is_file():
         return load_llama2c_tokenizer(path)
     is_directory = str(path_or_name) != "gpt2" and path.is_dir()
-    return tokenization.load_tokenizer(_model_path(path) if is_directory else path_or_name)
+    return tokenization.load_tokenizer(_tokenizer_directory(path) if is_directory else path_or_name)
+
+
+def _tokenizer_directory(path: Path) -> Path:
+    directory = model_path(path)
+    if (directory / ADAPTER_CONFIG).is_file() and not (directory / "tokenizer.json").is_file():
+        return locate_model(path).tokenizer_directory or directory
+    return directory
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: GPTConfig) -> None:
@@ -242,71 +329,6 @@ def check_tokenizer(tokenizer: Tokenizer, config: GPTConfig) -> None:
             f"expected a tokenizer of at most {config.vocab_size} tokens for this model, got {tokenizer.vocab_size}: "
             "use the tokenizer that it was trained with"
         )
-
-
-# Resolve paths: run, checkpoint or model directory -> model directory
-
-
-def resolve_model(path: str | os.PathLike[str]) -> Path:
-    """The model directory of a run or checkpoint, or the path itself; raises CheckpointError if there is none."""
-    source = _model_path(path)
-    if source.is_dir() and not (source / CONFIG).is_file():
-        raise CheckpointError(f"{source} has no {CONFIG}: {EXPECTED_PATH}")
-    return source
-
-
-def _model_path(path: str | os.PathLike[str]) -> Path:
-    """As `resolve_model`, but a directory may contain only a tokenizer."""
-    source = Path(path)
-    if not source.exists():
-        raise CheckpointError(f"no run or model at {source}: {EXPECTED_PATH}")
-    if _is_run(source):
-        source = _newest_checkpoint(source)
-    elif (source / "manifest.json").is_file() and (source / "model").is_dir():
-        verify_component(source, "model")
-    else:
-        return source
-    return source / "model"
-
-
-def find_run(path: str | os.PathLike[str]) -> Path | None:
-    """The run directory at `path`, or the run that contains this checkpoint or its model; None for other models."""
-    source = Path(path)
-    return next((directory for directory in (source, *source.absolute().parents[1:3]) if _is_run(directory)), None)
-
-
-def choose_checkpoint(run: Path, which: str, *, greater_is_better: bool = False) -> Path:
-    """A checkpoint of a run: `latest`, `best` by the metric it was saved with, or a step."""
-    if not _is_run(run):
-        raise ConfigError(f"--checkpoint {which} needs a run, got {run}: omit it or pass a run")
-    if which == "latest":
-        return _newest_checkpoint(run)
-    if which == "best":
-        ranked = rank_by_metric(run, greater_is_better=greater_is_better)
-        if not ranked:
-            raise CheckpointError(f"no checkpoint of {run} was saved with a metric: choose 'latest' or a step")
-        return ranked[0][1]
-    checkpoints = list_checkpoints(run)
-    if not which.isdecimal() or int(which) not in checkpoints:
-        steps = ", ".join(map(str, checkpoints)) or "none yet"
-        raise CheckpointError(f"expected latest, best or a saved step of {run} ({steps}), got {which}")
-    return checkpoints[int(which)]
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "checkpoints").is_dir() and not (path / CONFIG).exists()
-
-
-def _newest_checkpoint(run: Path) -> Path:
-    """The newest checkpoint whose model passes verification; skips damaged ones with a warning."""
-    for path in reversed(list_checkpoints(run).values()):
-        try:
-            verify_component(path, "model")
-        except CheckpointError as error:
-            logging.getLogger(__name__).warning("skipping damaged checkpoint: %s", error)
-        else:
-            return path
-    raise CheckpointError(f"run {run} has no complete checkpoint yet: train it until it saves one")
 
 
 def _reject_gguf(file: Path) -> None:
@@ -349,18 +371,21 @@ def _check_size(source: Path, config: GPTConfig, files: TensorFiles) -> None:
         )
 
 
-def read_generation_config(source: Path, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
-    """The generation defaults of a model directory; those of the tokenizer for a llama2.c file.
+def read_generation_config(location: ModelLocation, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
+    """The generation defaults of a model; those of the tokenizer for a llama2.c file.
 
     Special tokens come from `generation_config.json`, else `config.json`, else the tokenizer. Ids outside the
-    vocabulary are ignored: small models often keep the ids of the family that they were derived from.
+    vocabulary are ignored: small models often keep the ids of the family that they were derived from. The end-of-text
+    token of an adapter's own tokenizer, which it was trained to end with, is added to those of the base model.
     Sampling parameters are included only with `do_sample`; `do_sample: false` is temperature 0.
     """
-    if source.is_file():
+    if location.root.is_file():
         return GenerationConfig(bos_token_id=tokenizer.bos_id, eos_token_ids=(tokenizer.eot_id,))
+    source = location.root
     config = read_json(source / CONFIG)
     _check_special_tokens(source / CONFIG, config)
-    generation = _read_generation_fields(source)
+    directory = location.find(GENERATION_CONFIG) or source
+    generation = _read_generation_fields(directory)
     special = config | generation
     bos, eos = special.get("bos_token_id"), special.get("eos_token_id")
     eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
@@ -370,7 +395,9 @@ def read_generation_config(source: Path, tokenizer: Tokenizer, vocab_size: int) 
         logging.getLogger(__name__).warning(
             "%s: ignoring eos_token_id %s, expected ids from 0 to %d", source, unknown, vocab_size - 1
         )
-    sampling = _sampling_defaults(source / GENERATION_CONFIG, generation)
+    if location.is_adapter and location.tokenizer_directory == location.directory and tokenizer.eot_id not in known:
+        known = (*known, tokenizer.eot_id)
+    sampling = _sampling_defaults(directory / GENERATION_CONFIG, generation)
     return GenerationConfig(
         bos_token_id=bos if bos is not None and 0 <= bos < tokenizer.vocab_size else tokenizer.bos_id,
         eos_token_ids=known or (tokenizer.eot_id,),

@@ -1,19 +1,21 @@
-"""Saving models: `save_model` from memory, `copy_model` and `export_hf` from another model directory."""
+"""Saving models: `save_model` from memory, `copy_model` and `export_hf` from another model directory or adapter."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_directory
-from whimbrel.model_io.adapter import load_adapter
-from whimbrel.model_io.load import EMBEDDING, check_tokenizer, load_model, resolve_model
+from whimbrel.model_io.load import EMBEDDING, check_tokenizer, load_model, load_tokenizer, read_generation_config
+from whimbrel.model_io.locate import ModelLocation, locate_model
 from whimbrel.model_io.weights import (
     CONFIG,
     GENERATION_CONFIG,
@@ -30,18 +32,24 @@ from whimbrel.model_io.weights import (
 )
 from whimbrel.models import GPT
 from whimbrel.models.families import config_to_hf, tensor_mappings
-from whimbrel.models.lora import find_lora_config, merge_lora
+from whimbrel.models.lora import find_lora_config
 from whimbrel.precision import dequantize_
-from whimbrel.tokenization import Tokenizer
+from whimbrel.tokenization import Tokenizer, load_chat_template
 from whimbrel.tokenization.chat_template import TEMPLATE_DIRECTORY, TEMPLATE_FILE
 
-__all__ = ["copy_model", "export_hf", "exportable_directory", "merge_adapter", "save_model"]
+__all__ = [
+    "copy_model",
+    "copy_text_files",
+    "export_hf",
+    "exportable_location",
+    "merge_adapter",
+    "merged_directory",
+    "save_model",
+]
 
 MAX_SHARD_SIZE = 5 * 10**9
-COPIED_FILES = (
-    GENERATION_CONFIG,
+TOKENIZER_FILES = (
     "added_tokens.json",
-    TEMPLATE_FILE,
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer.json",
@@ -49,7 +57,6 @@ COPIED_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
-"""Files other than weights and config that a copied model directory must contain to generate the same text."""
 
 
 def save_model(
@@ -85,22 +92,44 @@ def save_model(
             tokenizer.save(directory)
 
 
-def copy_model(source: Path, model: GPT, directory: Path) -> None:
-    """Write the current weights of `model` into `directory`, and copy all other files from `source`."""
+def copy_model(location: ModelLocation, model: GPT, directory: Path) -> None:
+    """Write the current weights of `model` into `directory`, and copy all other files from `location`."""
     _check_merged(model)
     dtype = model.token_embedding.weight.dtype
-    hf_config = read_json(source / CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
+    hf_config = read_json(location.root / CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
     for key in (QUANTIZATION, TRANSFORMERS_WEIGHTS, "torch_dtype"):
         hf_config.pop(key, None)
     hf_config |= quantization_entries(format_of(model))
+    if location.is_adapter:  # tokens may have been added
+        hf_config["vocab_size"] = model.config.vocab_size
     write_json(directory / CONFIG, hf_config)
-    for name in COPIED_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
-    if (source / TEMPLATE_DIRECTORY).is_dir():
-        shutil.copytree(source / TEMPLATE_DIRECTORY, directory / TEMPLATE_DIRECTORY)
+    copy_text_files(location, directory, model.config.vocab_size)
     tensors = stored_tensors(tensor_mappings(hf_config["model_type"], model.config), weight_state_dict(model))
     write_tensor_files(directory, tensors, max_shard_size=MAX_SHARD_SIZE)
+
+
+def copy_text_files(location: ModelLocation, directory: Path, vocab_size: int) -> None:
+    """Copy tokenizer, chat template and generation config: those of an adapter, else those of its base model."""
+    source = location.tokenizer_directory or location.root
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+    if (generation := location.find(GENERATION_CONFIG)) is not None:
+        shutil.copyfile(generation / GENERATION_CONFIG, directory / GENERATION_CONFIG)
+    if (source / TEMPLATE_FILE).is_file():
+        shutil.copyfile(source / TEMPLATE_FILE, directory / TEMPLATE_FILE)
+    if (source / TEMPLATE_DIRECTORY).is_dir():
+        shutil.copytree(source / TEMPLATE_DIRECTORY, directory / TEMPLATE_DIRECTORY)
+    if location.is_adapter and location.tokenizer_directory is not None:
+        template = location.chat_template()
+        copied = load_chat_template(directory)
+        if template is not None and (copied is None or copied.source != template.source):
+            template.save(directory)
+        tokenizer = load_tokenizer(source)
+        eos_ids = list(read_generation_config(location, tokenizer, vocab_size).eos_token_ids)
+        file = directory / GENERATION_CONFIG
+        fields = {"eos_token_id": eos_ids if len(eos_ids) > 1 else eos_ids[0]}
+        write_json(file, (read_json(file) if file.is_file() else {}) | fields)
 
 
 def _check_merged(model: GPT) -> None:
@@ -122,32 +151,47 @@ def merge_adapter(
 
     The directory appears atomically; weights are in `dtype`, or in the stored dtype.
     """
-    model_directory = exportable_directory(base)
-    with atomic_directory(path) as directory:
-        model = load_model(model_directory, dtype=dtype)
-        load_adapter(model, adapter)
-        merge_lora(model)
-        dequantize_(model)
-        copy_model(model_directory, model, directory)
+    export_hf(adapter, path, base=base, dtype=dtype)
 
 
 def export_hf(
-    source: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write an unquantized copy of a run, checkpoint or model directory atomically, in `dtype` or the stored dtype."""
-    model_directory = exportable_directory(source)
+    """Write an unquantized copy of a run, checkpoint or model directory atomically, in `dtype` or the stored dtype.
+
+    An adapter is merged with its base model.
+    """
+    location = exportable_location(source, base)
     with atomic_directory(path) as directory:
-        model = load_model(model_directory, dtype=dtype)
+        model = load_model(source, base=base, dtype=dtype, merge=True)
         dequantize_(model)
-        copy_model(model_directory, model, directory)
+        copy_model(location, model, directory)
 
 
-def exportable_directory(source: str | os.PathLike[str]) -> Path:
-    """The model directory of a run, checkpoint or model directory; llama2.c files are rejected."""
-    directory = resolve_model(source)
-    if directory.is_file():
+@contextmanager
+def merged_directory(
+    source: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None, dtype: torch.dtype | None = None
+) -> Iterator[Path]:
+    """The directory of a model; for adapters a temporary one, with merged weights."""
+    location = exportable_location(source, base)
+    if not location.is_adapter:
+        yield location.directory
+        return
+    with TemporaryDirectory(prefix="whimbrel-") as folder:
+        export_hf(source, Path(folder) / "merged", base=base, dtype=dtype)
+        yield Path(folder) / "merged"
+
+
+def exportable_location(source: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> ModelLocation:
+    """The location of a run, checkpoint, model directory or adapter; llama2.c files are rejected."""
+    location = locate_model(source, base)
+    if location.root.is_file():
         raise ConfigError(
-            f"expected a run, a checkpoint or a model directory, got the file {directory}: convert a llama2.c file "
+            f"expected a run, a checkpoint or a model directory, got the file {location.root}: convert a llama2.c file "
             "with save_model(load_model(file), directory, load_tokenizer(tokenizer))"
         )
-    return directory
+    return location

@@ -33,6 +33,7 @@ __all__ = [
     "LoraLinear",
     "LoraTarget",
     "apply_lora",
+    "cache_gains",
     "find_lora_config",
     "initialize_lora",
     "lora_adapters",
@@ -171,6 +172,8 @@ class LoraLinear(nn.Linear):
         self.config, self.dropout, self.use_dora = config, config.dropout, config.use_dora
         self.adapters = nn.ModuleDict()
         self.enabled = True
+        self.gain: Tensor | None
+        self.register_buffer("gain", None, persistent=False)
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,8 +187,10 @@ class LoraLinear(nn.Linear):
         if not self.use_dora:
             return _add_product(F.linear(x, self.weight, self.bias), self._down(x, adapters, drops), self._up(adapters))
         y = _add_product(F.linear(x, self.weight), self._down(x, adapters, drops), self._up(adapters))
-        gains = [self._gain(adapter) for adapter in adapters]
-        y = (y * self._fill_rows(adapters, gains, 1.0)).to(y.dtype)
+        gain = self.gain
+        if gain is None or torch.is_grad_enabled():
+            gain = self.gains()
+        y = (y * gain).to(y.dtype)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _adapters(self) -> list[LoraAdapter]:
@@ -217,6 +222,11 @@ class LoraLinear(nn.Linear):
     def _gain(self, adapter: LoraAdapter) -> Tensor:
         """DoRA: magnitude divided by the norm of each row, whose gradient is not computed."""
         return cast(Tensor, adapter.lora_magnitude_vector) / row_norms(self.weight, adapter)
+
+    def gains(self) -> Tensor:
+        """DoRA: the factor of each row, 1 for modules without adapter."""
+        adapters = self._adapters()
+        return self._fill_rows(adapters, [self._gain(adapter) for adapter in adapters], 1.0)
 
     def _fill_rows(self, adapters: list[LoraAdapter], parts: list[Tensor], fill: float) -> Tensor:
         """Parts (..., rows of an adapter) concatenated along rows, with `fill` for modules without adapter."""
@@ -384,6 +394,16 @@ def lora_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for linear in linears:
             linear.enabled = True
+
+
+@torch.no_grad()
+def cache_gains(model: nn.Module) -> None:
+    """DoRA: compute the row norms once for inference, for which quantized weights are dequantized.
+
+    The forward pass uses the result only without gradients. Call it again when the adapters change.
+    """
+    for _, linear in lora_linears(model):
+        linear.gain = linear.gains() if linear.use_dora else None
 
 
 @torch.no_grad()

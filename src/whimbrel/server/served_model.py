@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from whimbrel.inference import Detokenizer, encode_prompt
-from whimbrel.model_io import load
+from whimbrel.model_io import ModelLocation, load
+from whimbrel.model_io.adapter import ADAPTER_CONFIG
 from whimbrel.models import GPT
 from whimbrel.server.errors import ApiError, preview
 from whimbrel.tokenization import Tokenizer
@@ -143,6 +144,7 @@ def _too_long(length: str, param: str, max_tokens: int) -> ApiError:
 def load_served_model(
     path: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
     name: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     device: torch.device | None = None,
@@ -152,14 +154,21 @@ def load_served_model(
 
     `name` defaults to the name of the directory; `quantize` is the weight format to quantize to while loading.
     """
-    loaded = load(path, tokenizer=tokenizer, device=device, quantize=quantize)
+    loaded = load(path, base=base, tokenizer=tokenizer, device=device, quantize=quantize)
     return ServedModel(
         model=loaded.model.eval(),
         tokenizer=loaded.tokenizer,
         name=name or Path(path).absolute().name,
-        created=int((loaded.path / "config.json" if loaded.path.is_dir() else loaded.path).stat().st_mtime),
+        created=_modified(loaded.location),
         chat_template=loaded.chat_template or DEFAULT_CHAT_TEMPLATE,
         eos_ids=frozenset(loaded.generation_config.eos_token_ids),
         bos_id=loaded.generation_config.bos_token_id,
         default_sampling=loaded.generation_config.sampling,
     )
+
+
+def _modified(location: ModelLocation) -> int:
+    """Unix time at which the model was written."""
+    path = location.directory
+    file = path if path.is_file() else path / (ADAPTER_CONFIG if location.is_adapter else "config.json")
+    return int(file.stat().st_mtime)

@@ -568,7 +568,9 @@ class AdapterState(ModuleState):
     def save_directory(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapter files, all trained weights, and the fingerprint of the base model."""
         self._save_weights(state, folder)
-        base = {"fingerprint": self._fingerprint, "adapters": self._adapters()}
+        formats = {p.format.name for p in self._model.parameters() if isinstance(p, QuantizedWeight)}
+        weights = formats.pop() if len(formats) == 1 else None
+        base = {"fingerprint": self._fingerprint, "adapters": self._adapters(), "weights": weights}
         (folder / self.BASE).write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
         _save_processing_class(self._processing_class, folder)
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import apply_overrides, build, check_unused, convert, load_toml, resolve_none, to_table
 from whimbrel.distributed.layout import ParallelConfig
+from whimbrel.model_io import read_config, resolve_model
 from whimbrel.model_io.llama2c import read_llama2c_config
-from whimbrel.model_io.load import read_config, resolve_model
 from whimbrel.models import GPTConfig, preset
 from whimbrel.optim import OptimConfig, ScheduleConfig
 

@@ -13,7 +13,7 @@ from tests.support.byte_tokenizer import byte_tokenizer
 
 from whimbrel.base.errors import CheckpointError
 from whimbrel.inference import SamplingParams
-from whimbrel.model_io import GenerationConfig, read_generation_config, save_model
+from whimbrel.model_io import GenerationConfig, ModelLocation, read_generation_config, save_model
 from whimbrel.models import GPT, GPTConfig
 
 SMALL = GPTConfig(context_length=16, vocab_size=300, num_layers=1, embd_size=16, num_heads=2)
@@ -32,7 +32,7 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
 
 
 def read(directory: Path) -> GenerationConfig:
-    return read_generation_config(directory, byte_tokenizer(), SMALL.vocab_size)
+    return read_generation_config(ModelLocation(directory), byte_tokenizer(), SMALL.vocab_size)
 
 
 def sampling(directory: Path) -> dict[str, Any]:

@@ -1,0 +1,198 @@
+"""Finding the files of a model: runs, checkpoints, model directories, and adapters with their base model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.checkpoint import list_checkpoints, rank_by_metric, verify_component
+from whimbrel.config import load_toml
+from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO
+from whimbrel.model_io.weights import CONFIG, read_json
+from whimbrel.tokenization import ChatTemplate, load_chat_template
+
+__all__ = ["ModelLocation", "choose_checkpoint", "find_run", "locate_model", "model_path", "resolve_model"]
+
+EXPECTED_PATH = "expected a run, a checkpoint, a model directory, a PEFT adapter or a llama2.c .bin file"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLocation:
+    """The directory of a model or of an adapter, or a llama2.c file."""
+
+    directory: Path
+    base: ModelLocation | None = None
+    """The base model of an adapter."""
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.base is not None
+
+    @property
+    def chain(self) -> Iterator[ModelLocation]:
+        """This location, its base model, and so on, in the order in which files are looked up."""
+        yield self
+        if self.base is not None:
+            yield from self.base.chain
+
+    @property
+    def root(self) -> Path:
+        """The directory with `config.json`, or the llama2.c file."""
+        return self.directory if self.base is None else self.base.root
+
+    @property
+    def tokenizer_directory(self) -> Path | None:
+        """The directory of the tokenizer: that of the adapter if it has one, else of the base model."""
+        return self.find("tokenizer.json")
+
+    @property
+    def base_weights(self) -> str | None:
+        """The format to which the base model of an adapter was quantized in training."""
+        file = self.directory / BASE_INFO
+        return read_json(file).get("weights") if self.is_adapter and file.is_file() else None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the weight files."""
+        return sum(
+            file.stat().st_size
+            for location in self.chain
+            for file in location.directory.glob(ADAPTER_WEIGHTS if location.is_adapter else "*.safetensors")
+        )
+
+    def find(self, name: str) -> Path | None:
+        """The first directory of the chain that has a file of this name."""
+        return next((each.directory for each in self.chain if (each.directory / name).is_file()), None)
+
+    def chat_template(self, name: str = "default") -> ChatTemplate | None:
+        """The chat template of that name: that of the adapter if it has any, else of the base model."""
+        for location in self.chain:
+            last = location.base is None
+            if location.directory.is_dir() and (last or load_chat_template(location.directory) is not None):
+                return load_chat_template(location.directory, name)
+        return None
+
+
+def locate_model(path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> ModelLocation:
+    """The model directory of a run or checkpoint, or the path itself; raises CheckpointError if there is none.
+
+    The base model of an adapter is `base`, else `model.path` of the run that trained it, else the one named in
+    `adapter_config.json`: a path, or the id of a model in the cache of huggingface_hub.
+    """
+    return _locate(path, base, ())
+
+
+def _locate(path: str | os.PathLike[str], base: str | os.PathLike[str] | None, seen: tuple[Path, ...]) -> ModelLocation:
+    directory = model_path(path)
+    if directory.is_file() or (directory / CONFIG).is_file():
+        if base is not None:
+            raise ConfigError(f"expected an adapter with a base model (--base), got {path}: omit the base model")
+        return ModelLocation(directory)
+    if not (directory / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(f"{directory} has no {CONFIG}: {EXPECTED_PATH}")
+    if directory.resolve() in seen:
+        raise CheckpointError(f"{directory} is an adapter of itself: pass its base model (--base)")
+    found = _find_base(path, directory) if base is None else base
+    return ModelLocation(directory, _locate(found, None, (*seen, directory.resolve())))
+
+
+def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:
+    """The base model of the adapter in `directory`, which `path` was resolved to."""
+    run = find_run(path) or find_run(directory)
+    settings: Any = load_toml(run / "config.toml") if run is not None and (run / "config.toml").is_file() else {}
+    recorded = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    names = [name for name in (settings.get("model", {}).get("path"), recorded) if name]
+    for name in names:
+        if Path(name).exists():
+            return Path(name)
+        if (cached := _cached_snapshot(str(name))) is not None:
+            return cached
+    if not names:
+        raise CheckpointError(f"{directory} is an adapter that names no base model: pass it (--base)")
+    raise CheckpointError(
+        f"{directory} is an adapter of {names[0]}, which does not exist: pass its base model (--base)"
+    )
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    """The files of a hub model that were downloaded before."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def resolve_model(path: str | os.PathLike[str]) -> Path:
+    """As `locate_model`, but returns a directory with `config.json` (or a llama2.c file); raises for adapters."""
+    source = model_path(path)
+    if source.is_dir() and not (source / CONFIG).is_file():
+        if (source / ADAPTER_CONFIG).is_file():
+            raise CheckpointError(
+                f"expected a complete model, got the adapter {source}: merge it first with `whimbrel finalize --merge`"
+            )
+        raise CheckpointError(f"{source} has no {CONFIG}: {EXPECTED_PATH}")
+    return source
+
+
+def model_path(path: str | os.PathLike[str]) -> Path:
+    """The directory that a run or checkpoint keeps its model in, or the path itself, whatever it contains."""
+    source = Path(path)
+    if not source.exists():
+        raise CheckpointError(f"no run or model at {source}: {EXPECTED_PATH}")
+    if _is_run(source):
+        source = _newest_checkpoint(source)
+    elif (source / "manifest.json").is_file() and (source / "model").is_dir():
+        verify_component(source, "model")
+    else:
+        return source
+    return source / "model"
+
+
+def find_run(path: str | os.PathLike[str]) -> Path | None:
+    """The run directory at `path`, or the run that contains this checkpoint or its model; None for other models."""
+    source = Path(path)
+    return next((directory for directory in (source, *source.absolute().parents[1:3]) if _is_run(directory)), None)
+
+
+def choose_checkpoint(run: Path, which: str, *, greater_is_better: bool = False) -> Path:
+    """A checkpoint of a run: `latest`, `best` by the metric it was saved with, or a step."""
+    if not _is_run(run):
+        raise ConfigError(f"--checkpoint {which} needs a run, got {run}: omit it or pass a run")
+    if which == "latest":
+        return _newest_checkpoint(run)
+    if which == "best":
+        ranked = rank_by_metric(run, greater_is_better=greater_is_better)
+        if not ranked:
+            raise CheckpointError(f"no checkpoint of {run} was saved with a metric: choose 'latest' or a step")
+        return ranked[0][1]
+    checkpoints = list_checkpoints(run)
+    if not which.isdecimal() or int(which) not in checkpoints:
+        steps = ", ".join(map(str, checkpoints)) or "none yet"
+        raise CheckpointError(f"expected latest, best or a saved step of {run} ({steps}), got {which}")
+    return checkpoints[int(which)]
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() and not (path / CONFIG).exists()
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    """The newest checkpoint whose model passes verification; skips damaged ones with a warning."""
+    for path in reversed(list_checkpoints(run).values()):
+        try:
+            verify_component(path, "model")
+        except CheckpointError as error:
+            logging.getLogger(__name__).warning("skipping damaged checkpoint: %s", error)
+        else:
+            return path
+    raise CheckpointError(f"run {run} has no complete checkpoint yet: train it until it saves one")
