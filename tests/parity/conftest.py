@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+import os
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +140,20 @@ def lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         import lm_eval.tasks
 
         yield lm_eval
+
+
+@pytest.fixture(scope="session")
+def llama_cpp(root: Path) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Run requests (see llama_cpp.mjs) with the llama.cpp that `make test` installs, or that at WHIMBREL_LLAMA_CPP."""
+    folder = Path(os.environ.get("WHIMBREL_LLAMA_CPP", root / ".venv" / "llama.cpp"))
+    if not folder.is_dir():
+        pytest.skip("no llama.cpp: scripts/install-llama-cpp FOLDER, then WHIMBREL_LLAMA_CPP=FOLDER")
+
+    def run(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        command = ["node", str(Path(__file__).with_name("llama_cpp.mjs")), str(folder)]
+        done = subprocess.run(command, input=json.dumps(requests), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        answers: list[dict[str, Any]] = json.loads(done.stdout)
+        return answers
+
+    return run

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,23 +61,6 @@ class Trained(NamedTuple):
     directory: Path
     prompt: str
     continuation: list[int]
-
-
-@pytest.fixture(scope="session")
-def llama_cpp(root: Path) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Run requests (see llama_cpp.mjs) with the llama.cpp that `make test` installs, or that at WHIMBREL_LLAMA_CPP."""
-    folder = Path(os.environ.get("WHIMBREL_LLAMA_CPP", root / ".venv" / "llama.cpp"))
-    if not folder.is_dir():
-        pytest.skip("no llama.cpp: scripts/install-llama-cpp FOLDER, then WHIMBREL_LLAMA_CPP=FOLDER")
-
-    def run(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        command = ["node", str(Path(__file__).with_name("llama_cpp.mjs")), str(folder)]
-        done = subprocess.run(command, input=json.dumps(requests), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        answers: list[dict[str, Any]] = json.loads(done.stdout)
-        return answers
-
-    return run
 
 
 @pytest.fixture(scope="module")
