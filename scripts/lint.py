@@ -33,6 +33,7 @@ MACHINE_PATH = re.compile(
 BINARY = {".gz", ".png", ".parquet", ".bin"}
 # Imported packages that come with a declared dependency.
 TRANSITIVE_DEPENDENCIES = {
+    "huggingface_hub": "tokenizers",
     "jinja2": "torch",
     "pydantic": "fastapi",
     "pydantic_core": "fastapi",

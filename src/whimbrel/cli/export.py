@@ -19,17 +19,28 @@ __all__ = ["export", "finalize"]
 
 GGUF = ".gguf"
 
+FinalRecipe = Annotated[
+    str | None,
+    typer.Option(
+        help="int8, int8-dynamic, int4, fp8, int8-dynamic-act-int4-weight or none. (default: the recipe of a QAT run, "
+        "else none)"
+    ),
+]
+HeldOutData = Annotated[
+    str | None,
+    typer.Option(help="Held-out token shards or text for the loss. (default: the validation data of the run)"),
+]
+IgnoreRecipe = Annotated[
+    bool,
+    typer.Option("--ignore-qat-recipe", help="Allow a recipe other than the one the run was trained for (QAT)."),
+]
+Merge = Annotated[bool, typer.Option("--merge", help="Add the adapters of a run to the weights of its base model.")]
+
 
 def finalize(
-    source: Annotated[Path, typer.Argument(help="A run, a checkpoint, or a model directory.")],
+    source: Annotated[Path, typer.Argument(help="A run, a checkpoint, or a model or adapter directory.")],
     out: Annotated[Path, typer.Argument(help="The new model directory.")],
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            help="int8, int8-dynamic, int4, fp8, int8-dynamic-act-int4-weight or none. (default: the recipe of a QAT "
-            "run, else none)"
-        ),
-    ] = None,
+    quantize: FinalRecipe = None,
     quantize_embeddings: Annotated[
         bool, typer.Option("--quantize-embeddings", help="Quantize the token embedding and the head too.")
     ] = False,
@@ -39,10 +50,7 @@ def finalize(
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of unquantized weights and of scales.")
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Held-out token shards or text for the loss. (default: the validation data of the run)"),
-    ] = None,
+    data: HeldOutData = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of held-out tokens.")] = 2**20,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja chat template.")] = None,
     generation_config: Annotated[Path | None, typer.Option(help="A JSON file with generation settings.")] = None,
@@ -52,13 +60,8 @@ def finalize(
     top_p: Annotated[
         float | None, typer.Option(help="Generation: sample from the most likely tokens with this total probability.")
     ] = None,
-    ignore_qat_recipe: Annotated[
-        bool,
-        typer.Option("--ignore-qat-recipe", help="Allow a recipe other than the one the run was trained for (QAT)."),
-    ] = False,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Add the adapters of a run to the weights of its base model.")
-    ] = False,
+    ignore_qat_recipe: IgnoreRecipe = False,
+    merge: Merge = False,
     base: Base = None,
     device: Annotated[str | None, typer.Option(help="cuda, mps or cpu. (default: the fastest available)")] = None,
 ) -> None:

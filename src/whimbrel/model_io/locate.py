@@ -121,11 +121,9 @@ def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:
 
 def _cached_snapshot(name: str) -> Path | None:
     """The files of a hub model that were downloaded before."""
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        return None
+    from huggingface_hub import snapshot_download  # slow to import
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
