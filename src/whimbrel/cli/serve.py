@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whimbrel.base.errors import MissingExtraError
+from whimbrel.base.errors import ConfigError, MissingExtraError
 from whimbrel.cli.model_options import Base, Compile, Device, KVCacheDtype, Model, Quantize, TokenizerPath
 from whimbrel.cli.terminal import print_text
 
 if TYPE_CHECKING:
+    from whimbrel.model_io import Adapter
     from whimbrel.server import ServeConfig
     from whimbrel.server.served_model import ServedModel
 
@@ -43,6 +44,13 @@ def serve(
         typer.Option(help="Allow requests for this host name; '*' allows any; can be repeated."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Model id for clients. (default: the name of its directory)")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH",
+            help="Serve an adapter of the model, too, to requests with this model id; can be repeated.",
+        ),
+    ] = None,
     quantize: Quantize = None,
     kv_cache_dtype: KVCacheDtype = "none",
     compile: Compile = False,  # noqa: A002
@@ -88,11 +96,17 @@ def serve(
     _run(
         config,
         load,
+        partial(_open_adapters, model, base, _parse_adapters(adapter or [])),
         {"max_batch": max_batch, "num_blocks": kv_blocks, "kv_cache_dtype": kv_cache_dtype, "compile": compile},
     )
 
 
-def _run(config: ServeConfig, load: Callable[[], ServedModel], engine_options: dict[str, Any]) -> None:
+def _run(
+    config: ServeConfig,
+    load: Callable[[], ServedModel],
+    open_adapters: Callable[[ServedModel], tuple[list[ServedModel], dict[str, Adapter]]],
+    engine_options: dict[str, Any],
+) -> None:
     """Bind the address, so that one in use is reported at once, then load the model and serve it."""
     try:
         from whimbrel.server.app import Service
@@ -106,11 +120,34 @@ def _run(config: ServeConfig, load: Callable[[], ServedModel], engine_options: d
     engine_config = EngineConfig(**engine_options)
     with bind_socket(config) as sock:
         served = load()
-        engine = Engine(served.model, engine_config)
+        served_adapters, adapters = open_adapters(served)
+        engine = Engine(served.model, engine_config, adapters)
         engine.warm_up()  # compiles, before connections are accepted
-        server = Server(Service(served, engine, config))
-        message = f"serving {served.name} at {server_url(sock)} (chat page at /, API at /v1)"
+        server = Server(Service(served, engine, config, served_adapters))
+        names = ", ".join([served.name, *adapters])
+        message = f"serving {names} at {server_url(sock)} (chat page at /, API at /v1)"
         server.run_on(sock, on_ready=lambda: print_text(message, "\n"))
+
+
+def _parse_adapters(options: Sequence[str]) -> dict[str, Path]:
+    """The values of --adapter by name."""
+    adapters: dict[str, Path] = {}
+    for option in options:
+        name, separator, path = option.partition("=")
+        if not (name and separator and path):
+            raise ConfigError(f"expected --adapter NAME=PATH, got '{option}'")
+        if name in adapters:
+            raise ConfigError(f"--adapter {name} is given twice: choose another name for one of them")
+        adapters[name] = Path(path)
+    return adapters
+
+
+def _open_adapters(
+    model: Path, base: Path | None, paths: dict[str, Path], served: ServedModel
+) -> tuple[list[ServedModel], dict[str, Adapter]]:
+    from whimbrel.server.served_model import open_served_adapters
+
+    return open_served_adapters(served, model, paths, base=base)
 
 
 def _load(

@@ -39,6 +39,7 @@ def beam_search(
     length_penalty: float = 1.0,
     stop_ids: int | Collection[int] | None = None,
     kv_cache_dtype: str | None = None,
+    adapter: str | None = None,
 ) -> list[Beam]:
     """The best `num_beams` continuations of a prompt, best first.
 
@@ -46,7 +47,7 @@ def beam_search(
     sequences: 1 compares mean log-probabilities, 0 sums. The search ends when no unfinished sequence, if it ended now,
     would be among the best. Results match `num_beams` and `length_penalty` in transformers. Beams share the blocks of
     their common prefix (copy on write). An `Engine` is searched with its own block pool and decode step, and
-    `kv_cache_dtype` must be None.
+    `kv_cache_dtype` must be None; `adapter` is one of its adapters.
     """
     engine = model if isinstance(model, Engine) else None
     config = model.config if isinstance(model, GPT) else model.model.config
@@ -74,7 +75,7 @@ def beam_search(
     assert engine is not None
     if num_beams > engine.config.max_batch:
         raise RequestError(f"num_beams: expected at most {engine.config.max_batch} (max_batch), got {num_beams}")
-    tables = [BlockTable(engine.pool)]
+    tables = [BlockTable(engine.pool, engine.adapter_index(adapter))]
     try:
         return _search(engine, tables, ids, num_beams, max_new_tokens, length_penalty, stop_set)
     finally:

@@ -97,9 +97,12 @@ class BlockManager(ABC):
                 self.clear(block)
         self.release(blocks)
 
-    def match(self, tokens: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
-        """Cached blocks for a prefix of at most `max_tokens` tokens, retained, and the id of that prefix."""
-        blocks, prefix, size = [], EMPTY_PREFIX, self.block_size
+    def match(self, tokens: Sequence[int], max_tokens: int, prefix: int = EMPTY_PREFIX) -> tuple[list[int], int]:
+        """Cached blocks for a prefix of at most `max_tokens` tokens, retained, and the id of that prefix.
+
+        The tokens follow those of `prefix`.
+        """
+        blocks, size = [], self.block_size
         for start in range(0, max_tokens - size + 1, size):
             entry = self._cached.get((prefix, tuple(tokens[start : start + size])))
             if entry is None:
@@ -137,18 +140,20 @@ class BlockManager(ABC):
 class BlockTable:
     """The blocks of one sequence, in order, and the number of tokens stored in them."""
 
-    __slots__ = ("_manager", "_num_cached", "_prefix", "blocks", "num_tokens")
+    __slots__ = ("_manager", "_num_cached", "_prefix", "adapter", "blocks", "num_tokens")
 
-    def __init__(self, manager: BlockManager) -> None:
+    def __init__(self, manager: BlockManager, adapter: int = 0) -> None:
         self._manager = manager
+        self.adapter = adapter
+        """The adapter that computes the keys and values, 0 for none; only its sequences share blocks."""
         self.blocks = array("i")
         self.num_tokens = 0
         """Number of tokens whose keys and values are stored."""
-        self._num_cached, self._prefix = 0, EMPTY_PREFIX  # full blocks in the prefix cache, and their prefix
+        self._num_cached, self._prefix = 0, self._empty_prefix  # full blocks in the prefix cache, and their prefix
 
     def match_prefix(self, tokens: Sequence[int], max_tokens: int) -> None:
         """Start an empty table with cached blocks for a prefix of at most `max_tokens` tokens."""
-        blocks, self._prefix = self._manager.match(tokens, max_tokens)
+        blocks, self._prefix = self._manager.match(tokens, max_tokens, self._empty_prefix)
         self.blocks.extend(blocks)
         self._num_cached = len(blocks)
         self.num_tokens = len(blocks) * self._manager.block_size
@@ -183,7 +188,7 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """A table that shares these blocks (copy on write)."""
-        other = BlockTable(self._manager)
+        other = BlockTable(self._manager, self.adapter)
         other.blocks = self.blocks[: -(-self.num_tokens // self._manager.block_size)]
         other.num_tokens, other._num_cached, other._prefix = self.num_tokens, self._num_cached, self._prefix
         self._manager.retain(other.blocks)
@@ -193,7 +198,12 @@ class BlockTable:
         """Empty the table; `discard` zeros blocks and removes them from the prefix cache."""
         (self._manager.discard if discard else self._manager.release)(self.blocks)
         self.blocks = array("i")
-        self.num_tokens, self._num_cached, self._prefix = 0, 0, EMPTY_PREFIX
+        self.num_tokens, self._num_cached, self._prefix = 0, 0, self._empty_prefix
+
+    @property
+    def _empty_prefix(self) -> int:
+        """Prefix ids are positive, and negative ones are the empty prefixes of adapters."""
+        return EMPTY_PREFIX - self.adapter
 
     @property
     def is_contiguous(self) -> bool:

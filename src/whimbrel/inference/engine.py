@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -13,12 +14,14 @@ from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cache.buffer import KV_CODECS
+from whimbrel.inference.adapters import AdapterSelection, with_adapters
 from whimbrel.inference.model_runner import Chunk, DecodeGraphs, ModelRunner
 from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.inference.sampling import log_probabilities, sample
 from whimbrel.inference.scheduler import Plan, Scheduler
 from whimbrel.inference.sequence import Event, FinishReason, Logprob, Request, Sequence
 from whimbrel.inference.speculative import ModelDraft, verify
+from whimbrel.model_io import Adapter
 from whimbrel.models import GPT
 from whimbrel.ops.compiler import check_compiler
 
@@ -79,11 +82,18 @@ class Stats:
 class Engine:
     """`add_request` at any time, call `step` while `busy`, `abort` requests that are no longer needed.
 
-    The output of a request does not depend on what else is in the batch. Not thread-safe.
+    The output of a request does not depend on what else is in the batch. With `adapters`, by name, each request chooses
+    one or none; the engine then has its own layers, which share the weights of `model`. Not thread-safe.
     """
 
-    def __init__(self, model: GPT, config: EngineConfig | None = None) -> None:
-        self.model, self.config = model, config or EngineConfig()
+    def __init__(
+        self, model: GPT, config: EngineConfig | None = None, adapters: Mapping[str, Adapter] | None = None
+    ) -> None:
+        self.config = config or EngineConfig()
+        self._selection: AdapterSelection | None = None
+        if adapters:
+            model, self._selection = with_adapters(model, adapters, self.config.max_batch)
+        self.model = model
         if self.config.compile:
             check_compiler(model.token_embedding.weight.device, "compile")
         self.pool = _build_pool(model, self.config)
@@ -96,7 +106,7 @@ class Engine:
             self._graphs = DecodeGraphs(
                 model, self.pool, max_batch=self.config.max_batch, compile_step=self.config.compile
             )
-        self.runner = ModelRunner(model, self.pool, self._graphs)
+        self.runner = ModelRunner(model, self.pool, self._graphs, self._selection)
         self._scheduler = Scheduler(
             self.pool,
             max_batch=self.config.max_batch,
@@ -139,11 +149,20 @@ class Engine:
         """Queue a request; returns its id. Raises RequestError if it can never be served."""
         self._check(request)
         request_id = next(self._request_ids)
-        seq = Sequence.from_request(request, request_id, self.pool, self.context_length)
+        adapter = self.adapter_index(request.adapter)
+        seq = Sequence.from_request(request, request_id, self.pool, self.context_length, adapter)
         self._sequences[request_id] = [seq]
         self._scheduler.add(seq)
         self._prompt_tokens += len(request.prompt_ids)
         return request_id
+
+    def adapter_index(self, name: str | None) -> int:
+        """The index of an adapter, 0 for the base model; raises RequestError if there is no adapter of that name."""
+        index = 0 if name is None else None if self._selection is None else self._selection.index(name)
+        if index is None:
+            names = ", ".join(self._selection.names) if self._selection is not None else "none"
+            raise RequestError(f"adapter: expected one of the adapters of the engine ({names}), got '{name}'")
+        return index
 
     def abort(self, request_id: int, sample: int | None = None) -> None:
         """Cancel a request, or one of its samples, and free its blocks immediately. Does nothing if it has finished."""
@@ -331,6 +350,7 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         config, prompt = self.model.config, request.prompt_ids
+        self.adapter_index(request.adapter)
         unknown = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
         if unknown is not None:
             raise RequestError(f"prompt_ids: expected token ids from 0 to {config.vocab_size - 1}, got {unknown}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.base.progress import Progress
+from whimbrel.inference.adapters import open_adapter
 from whimbrel.inference.beam import Beam, beam_search
 from whimbrel.inference.detokenizer import TextStream, stream_text
 from whimbrel.inference.engine import Engine, EngineConfig
@@ -65,7 +66,8 @@ class LLM:
     `model` is a `GPT`, or a path: a run (its newest checkpoint), a model or adapter directory, or a llama2.c file. With
     a path (or what `open_model` returns), the tokenizer, the end-of-text tokens and the default sampling parameters
     come with the model, and `quantize` (int8, int8-dynamic, int4, fp8) quantizes the weights while loading. `device`
-    and `quantize` are for paths only. Other keyword arguments are those of `EngineConfig`.
+    and `quantize` are for paths only. `adapters` are directories or runs with adapters of the model, by name; requests
+    that choose one, or none, are batched together. Other keyword arguments are those of `EngineConfig`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class LLM:
         *,
         device: str | torch.device | None = None,
         quantize: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         **engine_options: Any,
     ) -> None:
         self.tokenizer: Tokenizer | None = None
@@ -103,8 +106,25 @@ class LLM:
         if self.tokenizer is None and tokenizer is not None:
             self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
             self.eos_ids = frozenset({self.tokenizer.eot_id})
-        self.engine = Engine(model, EngineConfig(**engine_options))
+        opened = {
+            name: open_adapter(name, path, model.config, self._location, self.tokenizer)
+            for name, path in (adapters or {}).items()
+        }
+        self._adapters = {name: source for name, (_, source) in opened.items()}
+        self._check_tokenizers()
+        self.engine = Engine(
+            model, EngineConfig(**engine_options), {name: adapter for name, (adapter, _) in opened.items()}
+        )
         self._event_queues: dict[int, deque[Event]] = {}  # request id -> events not yet consumed
+
+    def _check_tokenizers(self) -> None:
+        for name, source in self._adapters.items():
+            if source is not None and self.tokenizer is not None:
+                vocabularies = [each.pipeline.get_vocab() for each in (source.tokenizer, self.tokenizer)]
+                if vocabularies[0] != vocabularies[1]:
+                    raise ConfigError(
+                        f"adapters: expected the tokenizer of the base model for '{name}', got another: load it alone"
+                    )
 
     @property
     def model(self) -> GPT:
@@ -130,15 +150,22 @@ class LLM:
         draft: Draft | None = None,
         num_draft_tokens: int = 4,
         parse_special: bool = True,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Generate `n` completions per prompt (a string or token ids); returns one result per prompt.
 
         A completion does not depend on the other prompts; the first of each prompt is what `whimbrel.generate` returns
         for the same seed. A sequence that fills the model's context continues from the newest half of it.
         """
-        options = {"max_new_tokens": max_new_tokens, "n": n, "seed": seed, "logprobs": logprobs, "draft": draft}
-        options |= {"num_draft_tokens": num_draft_tokens}
-        stop_set = self._stop_set(stop_ids, ignore_eos)
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "n": n,
+            "seed": seed,
+            "logprobs": logprobs,
+            "draft": draft,
+        }
+        options |= {"num_draft_tokens": num_draft_tokens, "adapter": adapter}
+        stop_set = self._stop_set(stop_ids, ignore_eos, adapter)
         is_single = isinstance(prompts, str | Tensor) or (len(prompts) > 0 and isinstance(prompts[0], int))
         requests = [
             self._request(self.encode(prompt, parse_special=parse_special), sampling, stop_set, **options)
@@ -197,13 +224,15 @@ class LLM:
         draft: Draft | None = None,
         num_draft_tokens: int = 4,
         parse_special: bool = True,
+        adapter: str | None = None,
     ) -> Iterator[str]:
         """Yield generated text as it becomes available, in pieces of complete characters.
 
         Arguments are validated immediately, not at the first piece. Closing the iterator aborts the request.
         """
-        ids, stop_set = self.encode(prompt, parse_special=parse_special), self._stop_set(stop_ids, ignore_eos)
-        options = {"max_new_tokens": max_new_tokens, "seed": seed, "draft": draft, "num_draft_tokens": num_draft_tokens}
+        ids, stop_set = self.encode(prompt, parse_special=parse_special), self._stop_set(stop_ids, ignore_eos, adapter)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "draft": draft, "adapter": adapter}
+        options |= {"num_draft_tokens": num_draft_tokens}
         request = self._request(ids, sampling, stop_set, **options)
         if self.tokenizer is None:
             raise RequestError("expected a tokenizer to stream text, got none: pass tokenizer to LLM")
@@ -220,22 +249,34 @@ class LLM:
         ignore_eos: bool = False,
         draft: Draft | None = None,
         num_draft_tokens: int = 4,
+        adapter: str | None = None,
     ) -> Iterator[int]:
         """Like `stream`, but yields token ids."""
-        ids, stop_set = self.encode(prompt), self._stop_set(stop_ids, ignore_eos)
-        options = {"max_new_tokens": max_new_tokens, "seed": seed, "draft": draft, "num_draft_tokens": num_draft_tokens}
+        ids, stop_set = self.encode(prompt), self._stop_set(stop_ids, ignore_eos, adapter)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "draft": draft, "adapter": adapter}
+        options |= {"num_draft_tokens": num_draft_tokens}
         request = self._request(ids, sampling, stop_set, **options)
         return self._tokens(request)
 
     def chat(
-        self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        **options: Any,
     ) -> RequestOutput:
-        """The answer to a conversation, rendered with the model's chat template; options are those of `generate`."""
+        """The answer to a conversation, rendered with the model's or the adapter's chat template.
+
+        Other options are those of `generate`.
+        """
         if self.tokenizer is None:
             raise RequestError("expected a tokenizer to chat, got none: pass tokenizer to LLM")
-        ids = self.template.encode(self.tokenizer, messages)
-        stop = (*self.template.stop_strings, *options.pop("stop", ()))
-        [output] = self.generate([ids], sampling, stop=stop, **options)
+        source = self._source(adapter)
+        template = self.template if source is None else source.chat_template() or DEFAULT_CHAT_TEMPLATE
+        ids = template.encode(self.tokenizer, messages)
+        stop = (*template.stop_strings, *options.pop("stop", ()))
+        [output] = self.generate([ids], sampling, stop=stop, adapter=adapter, **options)
         return output
 
     def beam_search(
@@ -246,6 +287,7 @@ class LLM:
         max_new_tokens: int = 256,
         length_penalty: float = 1.0,
         ignore_eos: bool = False,
+        adapter: str | None = None,
     ) -> list[Beam]:
         """The most likely continuations of a prompt, best first; see `whimbrel.inference.beam_search`."""
         return beam_search(
@@ -254,7 +296,8 @@ class LLM:
             num_beams=num_beams,
             max_new_tokens=max_new_tokens,
             length_penalty=length_penalty,
-            stop_ids=() if ignore_eos else self.eos_ids,
+            stop_ids=self._stop_set(None, ignore_eos, adapter),
+            adapter=adapter,
         )
 
     def encode(self, prompt: Prompt, *, parse_special: bool = True) -> list[int]:
@@ -268,7 +311,11 @@ class LLM:
     def _request(
         self, ids: list[int], sampling: SamplingParams | None, stop_ids: frozenset[int], **options: Any
     ) -> Request:
-        sampling = sampling or SamplingParams(**self.default_sampling)
+        if sampling is None:
+            source = self._source(options["adapter"])
+            sampling = SamplingParams(
+                **(self.default_sampling if source is None else source.generation_config.sampling)
+            )
         sampling.check_vocabulary(self.model.config.vocab_size)
         if options["max_new_tokens"] < 1:
             raise RequestError(f"max_new_tokens: expected at least 1, got {options['max_new_tokens']}")
@@ -281,8 +328,18 @@ class LLM:
             return None
         return TextStream(self.tokenizer, request.prompt_ids, stop)
 
-    def _stop_set(self, stop_ids: int | Collection[int] | None, ignore_eos: bool) -> frozenset[int]:
-        return as_token_set(stop_ids) | (frozenset() if ignore_eos else self.eos_ids)
+    def _stop_set(
+        self, stop_ids: int | Collection[int] | None, ignore_eos: bool, adapter: str | None
+    ) -> frozenset[int]:
+        if ignore_eos:
+            return as_token_set(stop_ids)
+        source = self._source(adapter)
+        return as_token_set(stop_ids) | (self.eos_ids if source is None else {*source.generation_config.eos_token_ids})
+
+    def _source(self, adapter: str | None) -> ModelSource | None:
+        """Tokenizer, chat template and generation defaults of an adapter; None if they are those of the model."""
+        self.engine.adapter_index(adapter)
+        return None if adapter is None else self._adapters[adapter]
 
     def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
         """Events with the index of their request, until all have finished.

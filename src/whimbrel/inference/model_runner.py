@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whimbrel.inference.adapters import AdapterSelection
 from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.paged_cache import BlockPool, ContiguousCache, PagedBatch
 from whimbrel.models import GPT, KVCache
@@ -42,14 +43,21 @@ class ModelRunner:
     new length would be compiled again.
     """
 
-    def __init__(self, model: GPT, pool: BlockPool, graphs: DecodeGraphs | None = None) -> None:
-        self._model, self._pool, self._graphs = model, pool, graphs
+    def __init__(
+        self,
+        model: GPT,
+        pool: BlockPool,
+        graphs: DecodeGraphs | None = None,
+        selection: AdapterSelection | None = None,
+    ) -> None:
+        self._model, self._pool, self._graphs, self._selection = model, pool, graphs, selection
         self._has_compiled_layers = any(module._compiled_call_impl is not None for module in model.modules())
 
     @torch.inference_mode()
     def decode(self, chunks: Sequence[Chunk]) -> Tensor:
         """Process one token of each sequence; the logits (sequences, vocabulary) of the next token."""
         if self._graphs is not None:
+            self._select_adapters(chunks)
             tokens, batch = self._batch(chunks, self._graphs.padded_size(len(chunks)))
             return self._graphs(tokens, batch)[: len(chunks)]
         tokens, cache = self._inputs(chunks)
@@ -61,9 +69,14 @@ class ModelRunner:
     def decode_steps(self, chunks: Sequence[Chunk], steps: int) -> list[list[int]]:
         """`steps` greedy tokens of each sequence, -1 for non-finite logits; synchronizes once. Needs graphs."""
         assert self._graphs is not None
+        self._select_adapters(chunks)
         tokens, batch = self._batch(chunks, self._graphs.padded_size(len(chunks)))
         sampled: list[list[int]] = self._graphs.decode_steps(tokens, batch, steps)[: len(chunks)].tolist()
         return sampled
+
+    def _select_adapters(self, chunks: Sequence[Chunk]) -> None:
+        if self._selection is not None:
+            self._selection.set([chunk.table.adapter for chunk in chunks])
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -79,6 +92,7 @@ class ModelRunner:
 
     def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, KVCache]:
         """Tokens (sequences, tokens) and the cache for an eager pass."""
+        self._select_adapters(chunks)
         if len(chunks) == 1 and self._pool.device.type == "cpu" and chunks[0].table.is_contiguous:
             table, tokens = chunks[0]
             return torch.tensor([tokens]), ContiguousCache(self._pool, table.blocks[0], table.num_tokens)

@@ -55,6 +55,8 @@ class Request:
     """Proposes tokens that the model verifies (speculative decoding); requires n = 1."""
     num_draft_tokens: int = 4
     """Maximum number of tokens proposed per step."""
+    adapter: str | None = None
+    """Name of the adapter to use; None for the base model."""
     context_shift: bool = False
     """Continue past the context: when it is full, keep the newest half of it and prefill that again. Otherwise the
     sequence ends there. Prompts longer than the context keep their newest tokens."""
@@ -127,8 +129,10 @@ class Sequence:
     """Draft tokens to verify in the next step."""
 
     @classmethod
-    def from_request(cls, request: Request, request_id: int, manager: BlockManager, context_length: int) -> Sequence:
-        """A sequence with all tokens pending."""
+    def from_request(
+        cls, request: Request, request_id: int, manager: BlockManager, context_length: int, adapter: int = 0
+    ) -> Sequence:
+        """A sequence with all tokens pending; `adapter` is the index of the request's adapter."""
         tokens = list(request.prompt_ids)
         if request.max_new_tokens == 0 and len(tokens) > 1:
             tokens.pop()
@@ -136,7 +140,7 @@ class Sequence:
         return cls(
             request_id=request_id,
             request=request,
-            block_table=BlockTable(manager),
+            block_table=BlockTable(manager, adapter),
             tokens=tokens,
             samples=list(range(request.n)),
             logprobs=[Logprob(None)] * max(1, min(request.prompt_logprobs_start, len(request.prompt_ids))),

@@ -149,7 +149,7 @@ def open_model(
     path: str | os.PathLike[str],
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     *,
-    base: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | ModelLocation | None = None,
 ) -> ModelSource:
     """Read everything but the weights, so that errors appear before minutes of loading.
 

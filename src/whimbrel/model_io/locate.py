@@ -78,7 +78,9 @@ class ModelLocation:
         return None
 
 
-def locate_model(path: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> ModelLocation:
+def locate_model(
+    path: str | os.PathLike[str], base: str | os.PathLike[str] | ModelLocation | None = None
+) -> ModelLocation:
     """The model directory of a run or checkpoint, or the path itself; raises CheckpointError if there is none.
 
     The base model of an adapter is `base`, else `model.path` of the run that trained it, else the one named in
@@ -87,7 +89,9 @@ def locate_model(path: str | os.PathLike[str], base: str | os.PathLike[str] | No
     return _locate(path, base, ())
 
 
-def _locate(path: str | os.PathLike[str], base: str | os.PathLike[str] | None, seen: tuple[Path, ...]) -> ModelLocation:
+def _locate(
+    path: str | os.PathLike[str], base: str | os.PathLike[str] | ModelLocation | None, seen: tuple[Path, ...]
+) -> ModelLocation:
     directory = model_path(path)
     if directory.is_file() or (directory / CONFIG).is_file():
         if base is not None:
@@ -97,6 +101,8 @@ def _locate(path: str | os.PathLike[str], base: str | os.PathLike[str] | None, s
         raise CheckpointError(f"{directory} has no {CONFIG}: {EXPECTED_PATH}")
     if directory.resolve() in seen:
         raise CheckpointError(f"{directory} is an adapter of itself: pass its base model (--base)")
+    if isinstance(base, ModelLocation):
+        return ModelLocation(directory, base)
     found = _find_base(path, directory) if base is None else base
     return ModelLocation(directory, _locate(found, None, (*seen, directory.resolve())))
 

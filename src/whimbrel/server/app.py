@@ -77,10 +77,13 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class Service:
-    """The app of one served model, with its worker, request tracker and metrics."""
+    """The app of one served model and its adapters, with its worker, request tracker and metrics."""
 
-    def __init__(self, model: ServedModel, engine: EngineProtocol, config: ServeConfig) -> None:
+    def __init__(
+        self, model: ServedModel, engine: EngineProtocol, config: ServeConfig, adapters: Sequence[ServedModel] = ()
+    ) -> None:
         self.model, self.config = model, config
+        self.models = {each.name: each for each in (model, *adapters)}
         self.worker, self.requests = Worker(engine), RequestTracker()
         # Few threads, since each can use a lot of memory; two pools, so a slow chat template cannot block prompts.
         self._prompt_threads = ThreadPoolExecutor(ENCODER_THREADS, "whimbrel-encode")
@@ -149,21 +152,20 @@ class Service:
         return Response(self.metrics.text(), media_type=METRICS_CONTENT_TYPE)
 
     async def list_models(self) -> Response:
-        """List the served model."""
-        return json_response({"object": "list", "data": [self._model_card()]})
+        """List the served model and its adapters."""
+        return json_response({"object": "list", "data": [self._model_card(each) for each in self.models.values()]})
 
     async def get_model(self, name: str) -> Response:
-        """Describe the served model."""
-        self._check_model(name)
-        return json_response(self._model_card())
+        """Describe the served model, or an adapter."""
+        return json_response(self._model_card(self._find_model(name)))
 
     async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
         """Complete one prompt or several."""
-        self._check_request(body, len(body.prompt))
+        model = self._check_request(body, len(body.prompt))
         max_new_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         prompts = await _run_in_thread(
             self._prompt_threads,
-            self.model.encode_prompts,
+            model.encode_prompts,
             body.prompt,
             self._max_prompt_tokens(max_new_tokens),
             body.parse_special is not False,
@@ -171,30 +173,32 @@ class Service:
         contexts = [PromptContext(prompt, body.stop or (), echo=bool(body.echo)) for prompt in prompts]
         prompt_logprobs = body.logprobs if body.echo else None
         engine_requests = [
-            self._engine_request(body, prompt, max_new_tokens, body.logprobs, prompt_logprobs) for prompt in prompts
+            self._engine_request(model, body, prompt, max_new_tokens, body.logprobs, prompt_logprobs)
+            for prompt in prompts
         ]
-        response_format = CompletionFormat(self.model.token_texts, with_logprobs=body.logprobs is not None)
-        return await self._respond(body, request, contexts, engine_requests, response_format)
+        response_format = CompletionFormat(model.token_texts, with_logprobs=body.logprobs is not None)
+        return await self._respond(model, body, request, contexts, engine_requests, response_format)
 
     async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
-        self._check_request(body, 1)
+        model = self._check_request(body, 1)
         max_new_tokens = self.worker.context_length if body.max_new_tokens is None else body.max_new_tokens
         messages = [message.model_dump() for message in body.messages]
         for message in messages:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
         prompt = await _run_in_thread(
-            self._chat_threads, self.model.encode_chat, messages, self._max_prompt_tokens(max_new_tokens)
+            self._chat_threads, model.encode_chat, messages, self._max_prompt_tokens(max_new_tokens)
         )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        stops = [*(body.stop or ()), *self.model.chat_template.stop_strings]
+        stops = [*(body.stop or ()), *model.chat_template.stop_strings]
         contexts = [PromptContext(prompt, stops, echo=False)]
-        engine_requests = [self._engine_request(body, prompt, max_new_tokens, logprobs)]
-        response_format = ChatFormat(self.model.token_texts, with_logprobs=bool(body.logprobs))
-        return await self._respond(body, request, contexts, engine_requests, response_format)
+        engine_requests = [self._engine_request(model, body, prompt, max_new_tokens, logprobs)]
+        response_format = ChatFormat(model.token_texts, with_logprobs=bool(body.logprobs))
+        return await self._respond(model, body, request, contexts, engine_requests, response_format)
 
     async def _respond(
         self,
+        model: ServedModel,
         body: GenerationRequest,
         request: Request,
         contexts: Sequence[PromptContext],
@@ -204,13 +208,14 @@ class Service:
         """Submit requests to the engine and build the response from their events."""
         job = await self.worker.submit(engine_requests)
         on_request_end(request.scope, job.cancel)
-        builder = ResponseBuilder(self.model, body, contexts, job, response_format)
+        builder = ResponseBuilder(model, body, contexts, job, response_format)
         entry = request_log(request.scope)
         entry.user, entry.usage = body.user, builder.usage
         return builder.stream() if body.stream else await builder.complete()
 
     def _engine_request(
         self,
+        model: ServedModel,
         body: GenerationRequest,
         prompt: Prompt,
         max_new_tokens: int,
@@ -221,36 +226,41 @@ class Service:
         return EngineRequest(
             prompt_ids=prompt.ids,
             max_new_tokens=min(max_new_tokens, self.worker.context_length),
-            sampling=SamplingParams(**{**self.model.default_sampling, **sampling}, logit_bias=body.logit_bias),
+            sampling=SamplingParams(**{**model.default_sampling, **sampling}, logit_bias=body.logit_bias),
             seed=body.seed,
             n=body.n or 1,
-            stop_ids=self.model.eos_ids,
+            stop_ids=model.eos_ids,
+            adapter=model.adapter,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _check_request(self, body: GenerationRequest, num_prompts: int) -> None:
-        self._check_model(body.model)
+    def _check_request(self, body: GenerationRequest, num_prompts: int) -> ServedModel:
+        """The model of a request; raises ApiError if there is none, or if it asks for too many completions."""
+        model = self._find_model(body.model)
         choices, limit = num_prompts * (body.n or 1), self.config.max_choices
         if choices > limit:
             message = f"expected at most {limit} completions per request (prompts x n), got {choices}"
             raise ApiError(400, message, param="n", code="invalid_value")
+        return model
 
-    def _check_model(self, name: str) -> None:
-        if name != self.model.name:
-            message = f"unknown model {name[:64]!r}: this server serves {self.model.name!r}"
+    def _find_model(self, name: str) -> ServedModel:
+        if name not in self.models:
+            served = ", ".join(map(repr, self.models))
+            message = f"unknown model {name[:64]!r}: this server serves {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return self.models[name]
 
     def _max_prompt_tokens(self, max_new_tokens: int) -> int:
         """Maximum prompt length that leaves space for a new token, unless none is requested."""
         limit = self.worker.context_length - min(1, max_new_tokens)
         return min(limit, self.config.max_prompt_tokens or limit)
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, model: ServedModel) -> dict[str, Any]:
         return {
-            "id": self.model.name,
+            "id": model.name,
             "object": "model",
-            "created": self.model.created,
+            "created": model.created,
             "owned_by": "whimbrel",
             "context_length": self.worker.context_length,
         }
@@ -262,11 +272,11 @@ class Service:
             document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
             schemas = document["components"]["schemas"]
             for name in ("CompletionRequest", "ChatCompletionRequest"):
-                schemas[name]["properties"]["model"]["enum"] = [self.model.name]
+                schemas[name]["properties"]["model"]["enum"] = list(self.models)
                 # pydantic writes it as a float, which rounds it.
                 schemas[name]["properties"]["seed"]["anyOf"][0]["maximum"] = 2**63 - 1
             [parameter] = document["paths"]["/v1/models/{name}"]["get"]["parameters"]
-            parameter["schema"]["enum"] = [self.model.name]
+            parameter["schema"]["enum"] = list(self.models)
             prompt = schemas["CompletionRequest"]["properties"]["prompt"]
             _limit_token_ids(prompt, self.model.model.config.vocab_size - 1)
             app.openapi_schema = document

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
+from whimbrel.base.errors import ConfigError
 from whimbrel.inference import Detokenizer, encode_prompt
-from whimbrel.model_io import ModelLocation, load
+from whimbrel.inference.adapters import open_adapter
+from whimbrel.model_io import Adapter, ModelLocation, ModelSource, locate_model, open_model
 from whimbrel.model_io.adapter import ADAPTER_CONFIG
 from whimbrel.models import GPT
 from whimbrel.server.errors import ApiError, preview
 from whimbrel.tokenization import Tokenizer
 from whimbrel.tokenization.chat_template import DEFAULT_CHAT_TEMPLATE, ChatTemplate
 
-__all__ = ["Prompt", "ServedModel", "TokenTexts", "load_served_model"]
+__all__ = ["Prompt", "ServedModel", "TokenTexts", "load_served_model", "open_served_adapters"]
 
 MAX_COMPOSED = 4
 """Maximum number of characters that Unicode normalization composes into one. Ordinary text never needs more."""
@@ -59,12 +61,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model and everything that converts between text and its tokens."""
+    """A model or one of its adapters, and everything that converts between text and its tokens."""
 
     model: GPT
     tokenizer: Tokenizer
     name: str
     """The model id for clients."""
+    adapter: str | None = None
+    """The name of the adapter in the engine; None for the base model."""
     created: int = 0
     """Unix time at which the model was written."""
     chat_template: ChatTemplate = DEFAULT_CHAT_TEMPLATE
@@ -150,20 +154,46 @@ def load_served_model(
     device: torch.device | None = None,
     quantize: str | None = None,
 ) -> ServedModel:
-    """Load a run's newest checkpoint, a model directory or a llama2.c file for serving.
+    """Load a run's newest checkpoint, a model or adapter directory or a llama2.c file for serving.
 
     `name` defaults to the name of the directory; `quantize` is the weight format to quantize to while loading.
     """
-    loaded = load(path, base=base, tokenizer=tokenizer, device=device, quantize=quantize)
+    source = open_model(path, tokenizer, base=base)
+    template = source.chat_template()  # errors appear before the weights are loaded
+    model = source.load_model(device=device, quantize=quantize).eval()
+    return _served_model(source, model, name or Path(path).absolute().name, None, template)
+
+
+def open_served_adapters(
+    model: ServedModel, path: str | os.PathLike[str], adapters: Mapping[str, str | os.PathLike[str]], **options: Any
+) -> tuple[list[ServedModel], dict[str, Adapter]]:
+    """Read adapters of the model at `path`, by name: what the server and what the engine needs.
+
+    `options` are those of `locate_model` for the model.
+    """
+    if model.name in adapters:
+        raise ConfigError(f"--adapter {model.name}: expected another name than that of the model")
+    served, opened, location = [], {}, locate_model(path, **options)
+    for name, adapter in adapters.items():
+        opened[name], source = open_adapter(name, adapter, model.model.config, location, model.tokenizer)
+        assert source is not None
+        served.append(_served_model(source, model.model, name, name, source.chat_template()))
+    return served, opened
+
+
+def _served_model(
+    source: ModelSource, model: GPT, name: str, adapter: str | None, template: ChatTemplate | None
+) -> ServedModel:
     return ServedModel(
-        model=loaded.model.eval(),
-        tokenizer=loaded.tokenizer,
-        name=name or Path(path).absolute().name,
-        created=_modified(loaded.location),
-        chat_template=loaded.chat_template or DEFAULT_CHAT_TEMPLATE,
-        eos_ids=frozenset(loaded.generation_config.eos_token_ids),
-        bos_id=loaded.generation_config.bos_token_id,
-        default_sampling=loaded.generation_config.sampling,
+        model=model,
+        tokenizer=source.tokenizer,
+        name=name,
+        adapter=adapter,
+        created=_modified(source.location),
+        chat_template=template or DEFAULT_CHAT_TEMPLATE,
+        eos_ids=frozenset(source.generation_config.eos_token_ids),
+        bos_id=source.generation_config.bos_token_id,
+        default_sampling=source.generation_config.sampling,
     )
 
 

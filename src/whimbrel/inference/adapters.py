@@ -1,0 +1,159 @@
+"""Several LoRA adapters of one base model in one batch: each sequence has its own adapter, or none.
+
+Each linear layer has the A matrices of all adapters below each other and their B matrices side by side. A batch is
+multiplied with all of them, and the products with A that belong to other adapters are set to zero in between:
+
+    y = W x + B (mask * A x)      mask: 1 for the ranks of the sequence's adapter, else 0
+
+So a layer runs two more matrix products whatever the mix of adapters is, without gathering weights per sequence, and
+the shapes never change, which CUDA graphs and compiled code need. The cost grows with the sum of the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whimbrel.base.errors import ConfigError
+from whimbrel.model_io import Adapter, ModelSource, check_tokenizer, open_model, read_adapter
+from whimbrel.model_io.adapter import AdapterModule
+from whimbrel.model_io.locate import ModelLocation, model_path
+from whimbrel.models import GPT, GPTConfig
+from whimbrel.models.lora import LoraAdapter, LoraConfig, find_lora_config, row_norms
+from whimbrel.tokenization import Tokenizer
+
+__all__ = ["AdapterSelection", "MultiLoraLinear", "open_adapter", "with_adapters"]
+
+
+LayerModules = Sequence[Sequence[tuple[LoraConfig, AdapterModule]]]
+"""The modules of each adapter in one linear layer, with the config of the adapter."""
+
+
+class AdapterSelection:
+    """The adapters of the sequences of the current batch: 0 for none, else 1, 2, ... in the order of `names`."""
+
+    def __init__(self, names: Sequence[str], max_batch: int, device: torch.device) -> None:
+        self.names = tuple(names)
+        self.indices = torch.zeros(max_batch, dtype=torch.long, device=device)
+        """Read by the layers; its address never changes, so that a CUDA graph can read it."""
+        self._current: list[int] = [0] * max_batch
+
+    def index(self, name: str | None) -> int | None:
+        """The index of an adapter, None if there is no adapter of that name."""
+        if name is None:
+            return 0
+        return self.names.index(name) + 1 if name in self.names else None
+
+    def set(self, indices: Sequence[int]) -> None:
+        """Choose the adapters of the first sequences of the batch."""
+        count = len(indices)
+        if self._current[:count] != list(indices):
+            self._current[:count] = indices
+            self.indices[:count].copy_(torch.tensor(indices))
+
+
+class MultiLoraLinear(nn.Linear):
+    """A linear layer with the updates of several adapters, for inputs of shape (sequences, tokens, features)."""
+
+    down: Tensor
+    """The A matrices: (sum of ranks, input features)."""
+    up: Tensor
+    """The B matrices, scaled: (output features, sum of ranks)."""
+    mask: Tensor
+    """(adapters + 1, sum of ranks): 1 for the ranks of each adapter."""
+    gain: Tensor | None
+    """(adapters + 1, output features): the factors of DoRA, if any adapter of the layer has them."""
+
+    def __init__(
+        self, linear: nn.Linear, modules: LayerModules, selection: AdapterSelection, dtype: torch.dtype
+    ) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.bias: nn.Parameter | None = linear.bias  # type: ignore[assignment]
+        self.selection = selection
+        down, up, mask, gain = _stack(linear, modules)
+        for name, tensor in (("down", down), ("up", up), ("mask", mask), ("gain", gain)):
+            buffer = None if tensor is None else tensor.to(linear.weight.device, dtype)
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """The output of the layer, with the adapter of each sequence."""
+        indices_B = self.selection.indices[: x_BTC.size(0)]
+        y = F.linear(x_BTC, self.weight, self.bias if self.gain is None else None)
+        hidden_BTR = F.linear(x_BTC, self.down) * self.mask[indices_B][:, None]
+        y = y + F.linear(hidden_BTR, self.up)
+        if self.gain is not None:
+            y = y * self.gain[indices_B][:, None]
+            y = y if self.bias is None else y + self.bias
+        return y
+
+
+@torch.no_grad()
+def _stack(linear: nn.Linear, modules: LayerModules) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The tensors of `MultiLoraLinear`, in fp32."""
+    device = linear.weight.device
+    ranks = [sum(len(module.down) for _, module in each) for each in modules]
+    down, up = torch.empty(sum(ranks), linear.in_features), torch.zeros(linear.out_features, sum(ranks))
+    mask, gain = torch.zeros(len(modules) + 1, sum(ranks)), torch.ones(len(modules) + 1, linear.out_features)
+    start, has_gain = 0, False
+    for index, each in enumerate(modules, 1):
+        mask[index, start : start + ranks[index - 1]] = 1
+        for config, (target, a, b, magnitude, alpha, scaling) in each:
+            rank, rows = len(a), slice(target.start, target.stop)
+            down[start : start + rank] = a
+            up[rows, start : start + rank] = scaling * b.float()
+            start += rank
+            if magnitude is not None:
+                adapter = LoraAdapter(target, linear.weight, config, rank, alpha, torch.float32)
+                adapter.lora_A.copy_(a)
+                adapter.lora_B.copy_(b)
+                norms = row_norms(linear.weight, adapter)
+                gain[index, rows], has_gain = (magnitude.to(device) / norms).cpu(), True
+    return down, up, mask, gain if has_gain else None
+
+
+def with_adapters(model: GPT, adapters: Mapping[str, Adapter], max_batch: int) -> tuple[GPT, AdapterSelection]:
+    """A model with several adapters, which shares the weights of `model`, and the selection among them."""
+    if find_lora_config(model) is not None:
+        raise ConfigError("adapters: expected a base model without adapters, got one that has them: merge it first")
+    weight = model.token_embedding.weight
+    selection = AdapterSelection(list(adapters), max_batch, weight.device)
+    by_linear: dict[str, list[list[tuple[LoraConfig, AdapterModule]]]] = {}
+    for index, adapter in enumerate(adapters.values()):
+        for module in adapter.modules:
+            each = by_linear.setdefault(module.target.linear, [[] for _ in adapters])
+            each[index].append((adapter.config, module))
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    adapted = copy.deepcopy(model, cast("dict[int, Any]", shared))
+    for name, modules in by_linear.items():
+        linear = model.get_submodule(name)
+        if type(linear) is not nn.Linear:
+            kind = type(linear).__name__
+            raise ConfigError(f"adapters: expected {name} to be nn.Linear, got {kind}: use a dense or quantized model")
+        adapted.set_submodule(name, MultiLoraLinear(linear, modules, selection, weight.dtype))
+    return adapted, selection
+
+
+def open_adapter(
+    name: str, path: str | os.PathLike[str], config: GPTConfig, base: ModelLocation | None, tokenizer: Tokenizer | None
+) -> tuple[Adapter, ModelSource | None]:
+    """Read an adapter of the model at `base` with architecture `config`, and open its tokenizer and chat template.
+
+    `tokenizer` is that of the model, for adapters without one. Without `base`, only the adapter itself is read.
+    """
+    directory = model_path(path)
+    if base is None:
+        return read_adapter(directory, config), None
+    has_tokenizer = (directory / "tokenizer.json").is_file()
+    source = open_model(path, None if has_tokenizer else tokenizer, base=base)
+    try:
+        check_tokenizer(source.tokenizer, config)
+    except ConfigError as error:
+        raise ConfigError(f"adapter {name}: {error}, or serve it alone") from error
+    return read_adapter(source.path, config), source
