@@ -102,6 +102,7 @@ def test_batch_changes_while_sequences_run(base, adapters):
     small = LLM(base, device="cpu", adapters=adapters, max_batch=3, num_blocks=10, block_size=8, prefill_chunk=16)
     prompts = [ids for ids in PROMPTS if len(ids) < 30]
     assert outputs(small, requests(names, prompts)) == outputs(large, requests(names, prompts))
+    assert small.engine.stats().preemptions > 0
 
 
 @pytest.mark.parametrize("names", [["all", "some"], ["all", None], [None, "some"]])
@@ -117,7 +118,9 @@ def test_prefix_cache_is_not_shared_between_adapters(base, adapters, names):
         assert llm.engine.stats().prefix_hits == 48 * hits
 
 
-def test_compiled_decoding(base, adapters, monkeypatch):
+def test_compiled_decoding(base, adapters):
+    if base.name != "llama":
+        pytest.skip("the same layers, which take a minute to compile")
     names = [None, *adapters]
     eager = LLM(base, device="cpu", adapters=adapters, max_batch=4)
     compiled = LLM(base, device="cpu", adapters=adapters, max_batch=4, compile=True)
@@ -171,9 +174,7 @@ def test_chat_uses_template_and_stop_tokens_of_the_adapter(base, adapters, tmp_p
 
 def test_refusals(base, adapters, tmp_path):
     llm = LLM(base, device="cpu", adapters=adapters)
-    with pytest.raises(
-        RequestError, match=r"expected one of the adapters of the engine \(all, some, dora\), got 'other'"
-    ):
+    with pytest.raises(RequestError, match=r"expected one of the adapters .* \(all, some, dora\), got 'other'"):
         llm.generate("a", adapter="other")
     with pytest.raises(RequestError, match=r"\(none\), got 'all'"):
         LLM(base, device="cpu").generate("a", adapter="all")
