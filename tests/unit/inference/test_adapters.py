@@ -129,6 +129,16 @@ def test_compiled_decoding(base, adapters):
     assert outputs(compiled, each[3:5]) == outputs(eager, each[3:5])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cuda_graphs(base, adapters, compiled):
+    names = [None, *adapters]
+    cpu = LLM(base, device="cpu", adapters=adapters, max_batch=4)
+    cuda = LLM(base, device="cuda", adapters=adapters, max_batch=4, compile=compiled)
+    for _ in range(2):  # the second time with the prefix cache
+        assert outputs(cuda, requests(names)) == outputs(cpu, requests(names))
+
+
 def test_the_model_is_not_changed(base, adapters):
     model = whimbrel.load_model(base)
     names = [type(module) for module in model.modules()]
