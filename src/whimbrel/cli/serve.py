@@ -20,9 +20,19 @@ if TYPE_CHECKING:
     from whimbrel.server import ServeConfig
     from whimbrel.server.served_model import ServedModel
 
+    Served = tuple[ServedModel, list[ServedModel], dict[str, Adapter]]
+    """The model and its adapters for the server, and the adapters for the engine."""
+
 __all__ = ["serve"]
 
 KEY_VARIABLE = "WHIMBREL_API_KEY"
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=PATH",
+        help="Serve an adapter of the model, too, to requests with this model id; can be repeated.",
+    ),
+]
 
 
 def serve(
@@ -44,13 +54,7 @@ def serve(
         typer.Option(help="Allow requests for this host name; '*' allows any; can be repeated."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Model id for clients. (default: the name of its directory)")] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=PATH",
-            help="Serve an adapter of the model, too, to requests with this model id; can be repeated.",
-        ),
-    ] = None,
+    adapter: Adapters = None,
     quantize: Quantize = None,
     kv_cache_dtype: KVCacheDtype = "none",
     compile: Compile = False,  # noqa: A002
@@ -92,21 +96,24 @@ def serve(
         max_body_bytes=max_body_bytes,
         drain_seconds=drain_seconds,
     )
-    load = partial(_load, model, base=base, name=name, tokenizer=tokenizer, device=device, quantize=quantize)
+    load = partial(
+        _load,
+        model,
+        adapters=_parse_adapters(adapter or []),
+        base=base,
+        name=name,
+        tokenizer=tokenizer,
+        device=device,
+        quantize=quantize,
+    )
     _run(
         config,
         load,
-        partial(_open_adapters, model, base, _parse_adapters(adapter or [])),
         {"max_batch": max_batch, "num_blocks": kv_blocks, "kv_cache_dtype": kv_cache_dtype, "compile": compile},
     )
 
 
-def _run(
-    config: ServeConfig,
-    load: Callable[[], ServedModel],
-    open_adapters: Callable[[ServedModel], tuple[list[ServedModel], dict[str, Adapter]]],
-    engine_options: dict[str, Any],
-) -> None:
+def _run(config: ServeConfig, load: Callable[[], Served], engine_options: dict[str, Any]) -> None:
     """Bind the address, so that one in use is reported at once, then load the model and serve it."""
     try:
         from whimbrel.server.app import Service
@@ -119,8 +126,7 @@ def _run(
     logging.getLogger("whimbrel.server").setLevel(logging.INFO)
     engine_config = EngineConfig(**engine_options)
     with bind_socket(config) as sock:
-        served = load()
-        served_adapters, adapters = open_adapters(served)
+        served, served_adapters, adapters = load()
         engine = Engine(served.model, engine_config, adapters)
         engine.warm_up()  # compiles, before connections are accepted
         server = Server(Service(served, engine, config, served_adapters))
@@ -142,26 +148,20 @@ def _parse_adapters(options: Sequence[str]) -> dict[str, Path]:
     return adapters
 
 
-def _open_adapters(
-    model: Path, base: Path | None, paths: dict[str, Path], served: ServedModel
-) -> tuple[list[ServedModel], dict[str, Adapter]]:
-    from whimbrel.server.served_model import open_served_adapters
-
-    return open_served_adapters(served, model, paths, base=base)
-
-
 def _load(
     model: Path,
     *,
+    adapters: dict[str, Path],
     base: Path | None,
     name: str | None,
     tokenizer: Path | None,
     device: str | None,
     quantize: str | None,
-) -> ServedModel:
-    from whimbrel.server.served_model import load_served_model
+) -> Served:
+    from whimbrel.server.served_model import load_served_model, open_served_adapters
     from whimbrel.train.device import choose_device
 
-    return load_served_model(
+    served = load_served_model(
         model, base=base, name=name, tokenizer=tokenizer, device=choose_device(device), quantize=quantize
     )
+    return served, *open_served_adapters(served, model, adapters, base=base)

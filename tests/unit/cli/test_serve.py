@@ -85,7 +85,7 @@ def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypa
     given: list = []
     monkeypatch.setattr("whimbrel.cli.serve._run", lambda config, load, engine: given.extend((config, load, engine)))
     command = f"serve {tmp_path} --compile --kv-cache-dtype int8 --max-batch 3 --kv-blocks 70 --port 0 --api-key k"
-    command += " --allow-host a.b"
+    command += " --allow-host a.b --base base --adapter a=x --adapter b=y=z"
     command += " --max-requests 5 --max-connections 9 --max-prompt-tokens 6 --max-body-bytes 7 --drain-seconds 8"
     result = CliRunner().invoke(build_app(), [*command.split(), *MODEL_OPTIONS], catch_exceptions=False)
     assert result.exit_code == 0
@@ -95,6 +95,7 @@ def test_every_option_reaches_the_engine_and_the_server(tmp_path: Path, monkeypa
     assert config.max_connections == 9
     assert (config.max_prompt_tokens, config.max_body_bytes, config.drain_seconds) == (6, 7, 8)
     expected = {"name": "n", "tokenizer": Path("gpt2"), "device": "cpu", "quantize": "int4"}
+    expected |= {"base": Path("base"), "adapters": {"a": Path("x"), "b": Path("y=z")}}
     assert (load.args, load.keywords) == ((tmp_path,), expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,8 @@ def test_compiled_decoding(base, adapters):
     names = [None, *adapters]
     eager = LLM(base, device="cpu", adapters=adapters, max_batch=4)
     compiled = LLM(base, device="cpu", adapters=adapters, max_batch=4, compile=True)
-    each = requests(names, tokens=6)
-    assert outputs(compiled, each) == outputs(eager, each)
+    each = [replace(request, max_new_tokens=3 + 4 * i) for i, request in enumerate(requests(names))]
+    assert outputs(compiled, each) == outputs(eager, each)  # sequences change their place when others finish
     assert outputs(compiled, each[3:5]) == outputs(eager, each[3:5])
 
 

@@ -137,6 +137,25 @@ def test_a_missing_base_is_reported_with_the_remedy(base, adapter, tmp_path):
             whimbrel.load_model(adapter)
 
 
+def test_a_base_model_in_the_hub_cache(base, adapter, tmp_path, monkeypatch):
+    expected = logits(whimbrel.load_model(adapter))
+    cached = tmp_path / "hub" / "models--someone--base"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(base, cached / "snapshots" / ("0" * 40))
+    table = json.loads((adapter / "adapter_config.json").read_text())
+    for name in ("someone/base", "someone/else"):
+        (adapter / "adapter_config.json").write_text(json.dumps(table | {"base_model_name_or_path": name}))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        if name == "someone/base":
+            assert torch.equal(logits(whimbrel.load_model(adapter)), expected)
+            finalize_adapter(adapter, tmp_path / "copy")
+            assert json.loads((tmp_path / "copy/adapter_config.json").read_text())["base_model_name_or_path"] == name
+        else:
+            with pytest.raises(CheckpointError, match="adapter of someone/else, which does not exist"):
+                whimbrel.load_model(adapter)
+
+
 def test_an_adapter_of_a_run_with_adapters(base, adapter, tmp_path):
     first = whimbrel.load_model(adapter)
     assert first.name_or_path == str(adapter)
