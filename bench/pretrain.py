@@ -96,7 +96,7 @@ def run_reference(config: RunConfig, device: torch.device, steps: int) -> dict[s
     model.to(device)
     compiled = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
-    loader = TokenDataLoader(config.data.path, REFERENCE_BATCH, config.sequence_length, device=device)
+    loader = TokenDataLoader(config.data.shards, REFERENCE_BATCH, config.sequence_length, device=device)
     accumulation = config.tokens_per_step // (REFERENCE_BATCH * config.sequence_length)
     losses, seconds = [], []
     torch.cuda.reset_peak_memory_stats()

@@ -184,7 +184,7 @@ def _held_out_evaluation(
     if data is not None:
         return held_out_evaluation(model, data, base=base, max_tokens=max_tokens)
     run = build_run_config(settings) if "data" in settings else None
-    path = None if run is None else run.validation.path or run.data.path
+    path = None if run is None or run.data.sources is not None else run.validation.path or run.data.shards
     if run is None or path is None or not has_split(path, "val"):
         where = "" if path is None else f" ({path} of the run has no validation shards)"
         print(f"held-out loss not measured{where}: pass text or token shards with --data")

@@ -30,6 +30,7 @@ __all__ = [
     "Row",
     "Source",
     "check_separator",
+    "is_source",
     "iter_documents",
     "resolve_source",
     "source_name",
@@ -127,6 +128,17 @@ def resolve_source(source: str) -> Sequence[Source]:
         dataset, _, config = source.partition(":")
         return [HubDataset(dataset, config or None)]
     raise DataError(f"no such file: {source}; {_expected_source()}")
+
+
+def is_source(path: Path) -> bool:
+    """Whether `resolve_source` would read a local path: a file by its name, a directory by the files in it.
+
+    A directory with binary files, as token shards are, is not a source.
+    """
+    if not path.is_dir():
+        return _file_type(path)[0] is not None
+    files = [file for file in path.iterdir() if not file.name.startswith(".")]
+    return any(_file_type(file)[0] for file in files) and not any(file.suffix == ".bin" for file in files)
 
 
 def iter_documents(sources: Sequence[str], text_key: str = "text", separator: str | None = None) -> Iterator[str]:

@@ -327,9 +327,14 @@ class DatasetBatches:
 
     @cached_property
     def _fingerprint(self) -> str | None:
-        """A hash of a few evenly spaced examples; None if they cannot be read in advance or differ on every read."""
+        """The dataset's own `fingerprint`, or a hash of a few evenly spaced examples.
+
+        None if they cannot be read in advance or differ on every read.
+        """
         if not self.is_map_style:
             return None
+        if isinstance(own := getattr(self.dataset, "fingerprint", None), str):
+            return own
         last, digests = len(self.dataset) - 1, []
         indices = sorted({round(last * part / (SAMPLED_EXAMPLES - 1)) for part in range(SAMPLED_EXAMPLES)})
         for _ in range(2):

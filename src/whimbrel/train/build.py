@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError, WhimbrelError
-from whimbrel.base.files import format_bytes
 from whimbrel.checkpoint import CheckpointManager, list_checkpoints
 from whimbrel.checkpoint import read_manifest as read_checkpoint_manifest
 from whimbrel.data import TokenDataLoader, read_manifest
@@ -40,7 +39,7 @@ from whimbrel.distributed import (
     offload_activations,
     shard_or_replicate,
 )
-from whimbrel.distributed.deferred_init import defer_loading, deferred_init, materialize_, move_
+from whimbrel.distributed.deferred_init import materialize_, move_
 from whimbrel.distributed.pipeline import (
     CausalLMStage,
     check_micro_batches,
@@ -52,8 +51,7 @@ from whimbrel.distributed.pipeline import (
     stage_indices,
 )
 from whimbrel.distributed.state import is_dtensor
-from whimbrel.distributed.strategy import pipeline_averages_gradients, splits, uses_fsdp
-from whimbrel.model_io import load_model, load_weights, read_config, resolve_model
+from whimbrel.distributed.strategy import pipeline_averages_gradients, uses_fsdp
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.models.gpt import GPTStage
@@ -70,7 +68,7 @@ from whimbrel.optim import (
     project_in_backward,
     step_in_backward,
 )
-from whimbrel.precision import MixedPrecision, QuantizedWeight, prepare, sdpa_backends, torch_flags
+from whimbrel.precision import MixedPrecision, prepare, sdpa_backends, torch_flags
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.train.batches import TokenBatches
 from whimbrel.train.callbacks import (
@@ -85,6 +83,7 @@ from whimbrel.train.callbacks import (
 from whimbrel.train.checkpointing import check_savable
 from whimbrel.train.config import RunConfig, TrainerConfig
 from whimbrel.train.device import choose_device, free_memory
+from whimbrel.train.initial_model import initial_model
 from whimbrel.train.objectives import Objective
 from whimbrel.train.step import Scheduler
 
@@ -94,21 +93,23 @@ __all__ = [
     "SampleFunction",
     "SchedulerChoice",
     "accumulation_steps",
+    "build_callbacks",
     "build_run",
     "check_run_directory_unchanged",
     "choose_micro_batch",
     "classified_parameters",
     "compile_ahead",
-    "create_model",
     "create_optimizer",
     "create_outer_optimizer",
     "create_scheduler",
     "default_micro_batch",
+    "fetch_from_mirror",
     "flops_per_token",
-    "init_model",
     "no_tokenizer_parallelism",
     "set_compile_cache",
     "torch_settings",
+    "with_micro_batch",
+    "with_recorded_micro_batch",
     "wrap_model",
 ]
 
@@ -136,92 +137,61 @@ SampleFunction = Callable[[GPT, Tokenizer, int], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """Everything needed to construct a trainer for token shards."""
+    """Everything needed to construct a trainer."""
 
     config: RunConfig
     """The config with run length resolved to steps and tokens_per_step resolved to gradient accumulation."""
     recorded_config: RunConfig
     """The original config with device and micro-batch filled in, as written to `config.toml`."""
     model: GPT
-    train_loader: TokenDataLoader
-    eval_loader: TokenDataLoader | None
+    train_dataset: Any
+    eval_dataset: Any
     tokenizer: Tokenizer | None
     callbacks: list[Any]
+    data_collator: Callable[[list[Any]], Any] | None = None
+    objective: Objective | None = None
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Arguments of the trainer besides config, model and callbacks."""
+        names = ("train_dataset", "eval_dataset", "data_collator", "objective")
+        return {name: getattr(self, name) for name in names} | {"processing_class": self.tokenizer}
 
 
 def build_run(config: RunConfig, world: World, sample_func: SampleFunction | None = None) -> RunParts:
     """Build the model, data, tokenizer and callbacks; `sample_func` replaces the inference engine for `[sample]`."""
     device = choose_device(config.train.device)
-    world.run_on_main(partial(_fetch_from_mirror, config))
-    config = _with_recorded_micro_batch(config, world.dp_size)
-    model = _initial_model(config, world)
-    micro_batch = min(world.all_gather_object(choose_micro_batch(config, model, device, world)))
-    loader = _build_train_loader(config, device, micro_batch, world)
-    recorded = replace(
-        config, train=replace(config.train, micro_batch=micro_batch, device=config.train.device or device.type)
-    )
+    world.run_on_main(partial(fetch_from_mirror, config))
+    config = with_recorded_micro_batch(config, world.dp_size)
+    model = initial_model(config, world, device)
+    if config.model.path is not None:
+        _warn_if_tokenizer_differs(config.data.shards, config.model.path)
+    recorded = with_micro_batch(config, model, device, world)
+    assert recorded.train.micro_batch is not None
+    loader = _build_train_loader(config, device, recorded.train.micro_batch, world)
     tokenizer = _find_tokenizer(config, loader.eot_id)
     return RunParts(
         config=_resolve_steps(recorded, TokenBatches(loader, device)),
         recorded_config=recorded,
         model=model,
-        train_loader=loader,
-        eval_loader=_build_eval_loader(config, device, micro_batch, world),
+        train_dataset=loader,
+        eval_dataset=_build_eval_loader(config, device, recorded.train.micro_batch, world),
         tokenizer=tokenizer,
-        callbacks=_build_callbacks(config, tokenizer, sample_func),
+        callbacks=build_callbacks(config, tokenizer, sample_func),
     )
 
 
-def _fetch_from_mirror(config: RunConfig) -> None:
+def with_micro_batch(config: RunConfig, model: GPT, device: torch.device, world: World) -> RunConfig:
+    """The config with the micro-batch, which is equal on all ranks, and the device filled in."""
+    micro_batch = min(world.all_gather_object(choose_micro_batch(config, model, device, world)))
+    device_name = config.train.device or device.type
+    return replace(config, train=replace(config.train, micro_batch=micro_batch, device=device_name))
+
+
+def fetch_from_mirror(config: RunConfig) -> None:
     """Download a checkpoint to resume from if the run directory is gone."""
     if config.checkpoint.mirror is not None and config.resume.path is None and not config.overwrite_output_dir:
         manager = CheckpointManager(config.output_dir, mirror=config.checkpoint.mirror, world=World())
         manager.fetch(resume=config.resume.latest, overwrite=False)
-
-
-def create_model(create: Callable[[], Model], config: TrainerConfig, world: World) -> Model:
-    """The model that `create` returns; if ranks have only parts of it, `wrap_model` allocates its parameters.
-
-    Weights that are stored quantized (train.weight_dtype) are created complete: they are quantized before the split.
-    """
-    return deferred_init(create) if _defers(config, world) else create()
-
-
-def _defers(config: TrainerConfig, world: World) -> bool:
-    return splits(world, config.parallel) and config.train.weight_dtype is None
-
-
-def _initial_model(config: RunConfig, world: World) -> GPT:
-    """The model with the weights in `model.path`, or else with random ones."""
-    path = config.model.path
-    will_resume = config.resume.path is not None or (
-        not config.overwrite_output_dir and bool(list_checkpoints(config.output_dir))
-    )
-    if not _defers(config, world):
-        _check_host_memory(config)
-    if path is None or (will_resume and not path.exists()):  # a checkpoint replaces the weights anyway
-        return create_model(partial(init_model, config), config, world)
-    model = _load_model(path, config, world)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, QuantizedWeight):
-            raise ConfigError(
-                f"expected unquantized weights in model.path = {path}, got {parameter.format.name} for {name}: start "
-                "from the original model"
-            )
-    _warn_if_tokenizer_differs(config.data.path, path)
-    logger.info("Starting from the weights in %s", path)
-    return model
-
-
-def _load_model(path: Path, config: RunConfig, world: World) -> GPT:
-    """The model in `path`; if ranks have only parts of it, `wrap_model` reads those."""
-    dtype, source = getattr(torch, config.train.default_dtype or "float32"), resolve_model(path)
-    if not _defers(config, world) or source.is_file() or read_config(source).weight_format is not None:
-        return load_model(source, dtype=dtype)
-    with torch.device("meta"):
-        model = GPT(read_config(source).config).to(dtype)
-    defer_loading(model, partial(load_weights, path=source))
-    return model
 
 
 def _warn_if_tokenizer_differs(data: Path, model: Path) -> None:
@@ -238,23 +208,6 @@ def _warn_if_tokenizer_differs(data: Path, model: Path) -> None:
         )  # fmt: skip
 
 
-def init_model(config: RunConfig) -> GPT:
-    """A model with random weights from `train.seed`, on torch's default device (CPU weights are reproducible)."""
-    torch.manual_seed(config.train.seed)
-    with torch_flags(default_dtype=config.train.default_dtype):
-        return GPT(config.model.architecture)
-
-
-def _check_host_memory(config: RunConfig) -> None:
-    itemsize = torch.empty(0, dtype=getattr(torch, config.train.default_dtype or "float32")).itemsize
-    needed, memory = config.model.matrix_parameters * itemsize, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        raise ConfigError(
-            f"the model has {config.model.matrix_parameters:,} parameters ({format_bytes(needed)}), more than this "
-            f"machine's memory ({format_bytes(memory)}): choose a smaller model, or train.default_dtype = 'bfloat16'"
-        )
-
-
 def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device, world: World) -> int:
     """`train.micro_batch`, or the largest that fits with weights, gradients, optimizer state and a logits chunk."""
     if config.train.micro_batch is not None:
@@ -266,8 +219,14 @@ def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device, worl
         config.sequence_length,
         device,
         itemsize=4 if config.train.precision == "fp32" else 2,
-        reserve=ADAM_BYTES_PER_PARAMETER * model.num_parameters() + 2 * 2**30,
+        reserve=_training_bytes(model) + 2 * 2**30,
     )
+
+
+def _training_bytes(model: GPT) -> int:
+    """Estimated bytes of weights, and of gradients and optimizer state of those that are trained."""
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    return frozen + ADAM_BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def accumulation_steps(tokens_per_step: int, micro_batch: int, sequence_length: int, ranks: int = 1) -> int:
@@ -316,11 +275,11 @@ def activation_bytes(config: GPTConfig, itemsize: int) -> int:
 
 def check_run_directory_unchanged(requested: RunConfig, micro_batch: int | None, ranks: int) -> None:
     """Raise ConfigError if another run has since written a checkpoint with a different micro-batch size."""
-    if _with_recorded_micro_batch(requested, ranks).train.micro_batch not in (None, micro_batch):
+    if with_recorded_micro_batch(requested, ranks).train.micro_batch not in (None, micro_batch):
         raise ConfigError(f"{requested.output_dir} changed while this run was starting: start it again")
 
 
-def _with_recorded_micro_batch(config: RunConfig, ranks: int) -> RunConfig:
+def with_recorded_micro_batch(config: RunConfig, ranks: int) -> RunConfig:
     """Resume with the checkpoint's micro-batch unless one is set: another size would change the summation order.
 
     With another number of ranks, it is used only if it divides a step of this run.
@@ -358,7 +317,7 @@ def _resolve_steps(config: RunConfig, batches: TokenBatches) -> RunConfig:
 def _build_train_loader(config: RunConfig, device: torch.device, micro_batch: int, world: World) -> TokenDataLoader:
     """The training tokens; a token id outside the model's vocabulary raises when it is read."""
     loader = TokenDataLoader(
-        config.data.path,
+        config.data.shards,
         micro_batch,
         config.sequence_length,
         rank=world.dp_rank,
@@ -373,7 +332,7 @@ def _build_train_loader(config: RunConfig, device: torch.device, micro_batch: in
     if config.tokens_per_step > MAX_EPOCHS_PER_STEP * loader.total_tokens:
         raise ConfigError(
             f"train.tokens_per_step = {config.tokens_per_step:,} is over {MAX_EPOCHS_PER_STEP} epochs of the "
-            f"{loader.total_tokens:,} training tokens in {config.data.path}: lower it or prepare more text"
+            f"{loader.total_tokens:,} training tokens in {config.data.shards}: lower it or prepare more text"
         )
     return loader
 
@@ -382,7 +341,7 @@ def _build_eval_loader(
     config: RunConfig, device: torch.device, micro_batch: int, world: World
 ) -> TokenDataLoader | None:
     """The held-out tokens in their order on disk; None if there are none and validation is not requested."""
-    path = config.validation.path or config.data.path
+    path = config.validation.path or config.data.shards
     requested = config.validation.path is not None or config.validation.every is not None
     if not requested and not has_split(path, "val"):
         return None
@@ -399,7 +358,7 @@ def _build_eval_loader(
         vocab_size=config.model.vocab_size,
         verify=config.data.verify,
     )
-    _warn_if_shards_overlap(config.data.path, path)
+    _warn_if_shards_overlap(config.data.shards, path)
     if config.validation.tokens is not None and config.validation.tokens < loader.T:
         raise ConfigError(
             f"validation.tokens = {config.validation.tokens} is less than one sequence of {loader.T}: increase it, or "
@@ -429,7 +388,7 @@ def _warn_if_shards_overlap(training: Path, validation: Path) -> None:
 
 def _find_tokenizer(config: RunConfig, eot_id: int) -> Tokenizer | None:
     """The tokenizer of the shards, to be saved in checkpoints; None if it is not known."""
-    path = config.data.path
+    path = config.data.shards
     manifest, has_file = read_manifest(path), (path / "tokenizer.json").exists()
     tokenizer = load_tokenizer(path if has_file else "gpt2")
     vocab_size = tokenizer.vocab_size if manifest is None else manifest.tokenizer.vocab_size
@@ -469,13 +428,13 @@ def _engine_sample_func(config: RunConfig) -> SampleFunction:
     return sample
 
 
-def _build_callbacks(config: RunConfig, tokenizer: Tokenizer | None, sample_func: SampleFunction | None) -> list[Any]:
+def build_callbacks(config: RunConfig, tokenizer: Tokenizer | None, sample_func: SampleFunction | None) -> list[Any]:
     """The callbacks that the configuration enables."""
     log, checkpoint = config.log, config.checkpoint
     callbacks: list[Any] = []
     if config.sample.every is not None:
         if tokenizer is None:
-            raise ConfigError(f"sample.every needs the tokenizer, but {config.data.path} has no tokenizer.json")
+            raise ConfigError(f"sample.every needs the tokenizer, but {config.data.shards} has no tokenizer.json")
         sample = sample_func or _engine_sample_func(config)
         callbacks.append(
             SampleCallback(lambda model, step: sample(cast(GPT, model), tokenizer, step), config.sample.every)

@@ -9,11 +9,14 @@ from typing import Any, Literal
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import apply_overrides, build, check_unused, convert, load_toml, resolve_none, to_table
+from whimbrel.data.packing import TooLong
+from whimbrel.data.sources import is_source
 from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.model_io import read_config, resolve_model
 from whimbrel.model_io.llama2c import read_llama2c_config
-from whimbrel.models import GPTConfig, preset
+from whimbrel.models import GPTConfig, LoraConfig, preset
 from whimbrel.optim import OptimConfig, ScheduleConfig
+from whimbrel.tokenization import TrainOn
 
 __all__ = [
     "CheckpointConfig",
@@ -25,10 +28,12 @@ __all__ = [
     "LoaderConfig",
     "LogConfig",
     "ModelConfig",
+    "ObjectiveConfig",
     "QatRecipe",
     "ResumeConfig",
     "RunConfig",
     "SampleConfig",
+    "SampleFormat",
     "SdpaBackend",
     "TrainConfig",
     "TrainerConfig",
@@ -41,7 +46,11 @@ __all__ = [
 SdpaBackend = Literal["math", "flash", "efficient", "cudnn"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 QatRecipe = Literal["int8-dynamic-act-int4-weight", "int4-weight-only"]
+SampleFormat = Literal["messages", "prompt-completion", "sharegpt", "alpaca", "text", "preference"]
 DEFAULT_TOKENS_PER_STEP = 524_288
+FINETUNING_TOKENS_PER_STEP = 16_384
+FINETUNING_SEQUENCE_LENGTH = 2048
+"""Used unless the context of the model is shorter: long contexts need long samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +64,7 @@ class TrainConfig:
     epochs: float | None = None
     """Number of passes over the training data; may be fractional. Set exactly one of steps, tokens and epochs."""
     tokens_per_step: int | None = None
-    """Tokens per optimizer step, reached by gradient accumulation; default: 524,288."""
+    """Tokens per optimizer step, reached by gradient accumulation; default: 524,288, for samples about 16,384."""
     accumulation: int | None = None
     """Micro-batches per optimizer step; an alternative to tokens_per_step that needs micro_batch."""
     micro_batch: int | None = None
@@ -150,7 +159,8 @@ class ValidationConfig:
     """Loss on held-out data."""
 
     path: Path | None = None
-    """Directory of validation shards; default: the shards of split val in data.path, if any."""
+    """Directory of validation shards, or a file of samples; default: the shards of split val in data.path, if any, or
+    the samples held out by data.val."""
     every: int | float | None = None
     """Validate every N steps, or a fraction of the run if below 1; default: only at the end."""
     each_epoch: bool = False
@@ -397,10 +407,11 @@ class TrainerConfig:
 class DataConfig:
     """Training data."""
 
-    path: Path
-    """Directory of token shards, as written by `whimbrel prepare`."""
+    path: Path | tuple[str, ...]
+    """Directory of token shards, as written by `whimbrel prepare`; or samples to fine-tune on: jsonl and parquet files,
+    directories of them, and Hub datasets (in a list)."""
     sequence_length: int | None = None
-    """Tokens per training sequence; default: the model's context length."""
+    """Tokens per training sequence; default: the model's context length, for samples at most 2048."""
     shuffle_seed: int | None = None
     """Seed for shuffling the order of blocks in each epoch; default: the order on disk."""
     documents: Literal["join", "mask", "pack"] = "join"
@@ -409,11 +420,49 @@ class DataConfig:
     """Id of the token that starts a document; default: from the manifest, else the GPT-2 or Llama 3 id."""
     verify: bool = False
     """Check the SHA-256 of each shard against the manifest when it is first read."""
+    format: SampleFormat | None = None
+    """Format of the samples; default: detected from the first row of each file."""
+    template: str | None = None
+    """Built-in chat template, such as chatml, whose special tokens are added; default: that of the tokenizer."""
+    train_on: TrainOn = "assistant"
+    """Turns of conversations with loss: assistant, last (the last answer only), or all."""
+    packing: bool = True
+    """Pack several samples into a sequence, with attention and positions of their own; false: pad each sample."""
+    too_long: TooLong = "truncate"
+    """Samples longer than a sequence: truncate (after the last turn that fits) or drop."""
+    skip_bad: bool = False
+    """Skip and count invalid samples; false: stop at the first."""
+    val: float | None = None
+    """Fraction of the samples to hold out for validation; default: none."""
 
     def __post_init__(self) -> None:
         check_positive("data", self, "sequence_length")
         if self.eot_id is not None and self.eot_id < 0:
             raise ConfigError(f"expected data.eot_id >= 0, got {self.eot_id}")
+        if self.val is not None and not 0 < self.val < 1:
+            raise ConfigError(f"expected data.val between 0 and 1, got {self.val}")
+        if isinstance(self.path, tuple) and not self.path:
+            raise ConfigError("expected at least one file in data.path, got none")
+        if self.sources is None:
+            names = ("template", "train_on", "packing", "too_long", "skip_bad", "val")
+            check_unused("data", self, names, "samples in data.path (jsonl or parquet files)")
+        else:
+            shard_names = ("shuffle_seed", "documents", "eot_id", "verify")
+            check_unused("data", self, shard_names, "a directory of token shards in data.path")
+
+    @property
+    def sources(self) -> tuple[str, ...] | None:
+        """Files and datasets with samples to fine-tune on; None if `path` is a directory of token shards."""
+        if isinstance(self.path, tuple):
+            return self.path
+        return (str(self.path),) if self.format is not None or is_source(self.path) else None
+
+    @property
+    def shards(self) -> Path:
+        """The directory of token shards."""
+        if not isinstance(self.path, Path) or self.sources is not None:
+            raise ConfigError(f"expected a directory of token shards in data.path, got {self.path}")
+        return self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,21 +489,71 @@ class SampleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveConfig:
+    """What is trained: the loss and its settings."""
+
+    name: Literal["lm", "sft", "dpo", "orpo", "distill"] | None = None
+    """lm (every next token), sft (answers in conversations), dpo or orpo (preference pairs), distill (the predictions
+    of a teacher); default: lm for token shards, sft for samples."""
+    beta: float = 0.1
+    """With dpo: strength of the constraint to the reference. With orpo: weight of the odds ratio."""
+    loss: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
+    """With dpo: loss of a pair."""
+    label_smoothing: float = 0.0
+    """With dpo and the loss sigmoid or robust: share of pairs assumed to be labeled the wrong way round."""
+    reference: Literal["base", "precomputed"] | None = None
+    """With dpo: base (the model without its adapters, computed in each step) or precomputed (before training, stored in
+    the run directory); default: base with [lora], else precomputed."""
+    teacher: Path | None = None
+    """With distill: the teacher, a model with the same vocabulary."""
+    k: int = 64
+    """With distill: number of the teacher's most probable tokens that are stored per target."""
+    temperature: float = 1.0
+    """With distill: temperature of both distributions."""
+
+    def __post_init__(self) -> None:
+        check_positive("objective", self, "beta", "k", "temperature")
+        for name, objectives in OBJECTIVES_BY_OPTION.items():
+            if self.name not in objectives:
+                check_unused("objective", self, (name,), f"objective.name = {' or '.join(objectives)}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"expected objective.label_smoothing from 0 to below 0.5, got {self.label_smoothing}")
+        if self.loss == "ipo":
+            check_unused("objective", self, ("label_smoothing",), "objective.loss = sigmoid or robust")
+        if self.name == "distill" and self.teacher is None:
+            raise ConfigError("objective.name = distill needs objective.teacher: set it to a model directory")
+
+
+OBJECTIVES_BY_OPTION = {
+    "beta": ("dpo", "orpo"),
+    "loss": ("dpo",),
+    "label_smoothing": ("dpo",),
+    "reference": ("dpo",),
+    "teacher": ("distill",),
+    "k": ("distill",),
+    "temperature": ("distill",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(GPTConfig):
     """The model of a run: its architecture, and the weights it starts from."""
 
     path: Path | None = None
     """Start from the weights of a Hugging Face directory, a run or a checkpoint, which also sets the architecture."""
+    weights: Literal["int8", "int4", "fp8"] | None = None
+    """Quantize the linear layers of the model in path while loading it, under the adapters of [lora] (QLoRA)."""
 
     @property
     def architecture(self) -> GPTConfig:
-        """The settings without `path`."""
+        """The settings without `path` and `weights`."""
         return GPTConfig(**{item.name: getattr(self, item.name) for item in fields(GPTConfig)})
 
     @classmethod
-    def from_architecture(cls, config: GPTConfig, path: Path | None = None) -> ModelConfig:
-        """Add `path` to an architecture."""
-        return cls(**{item.name: getattr(config, item.name) for item in fields(GPTConfig)}, path=path)
+    def from_architecture(cls, config: GPTConfig, path: Path | None = None, weights: Any = None) -> ModelConfig:
+        """Add `path` and `weights` to an architecture."""
+        settings = {item.name: getattr(config, item.name) for item in fields(GPTConfig)}
+        return cls(**settings, path=path, weights=weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -465,6 +564,10 @@ class RunConfig(TrainerConfig):
     """The model: `preset = NAME` and any field of GPTConfig, or `path = DIR` to start from existing weights."""
     data: DataConfig
     """Training data."""
+    lora: LoraConfig | None = None
+    """Train adapters of this rank (LoRA) and keep the weights in model.path frozen; default: train all weights."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What is trained: the loss and its settings."""
     sample: SampleConfig = field(default_factory=SampleConfig)
     """Text sampled during training."""
 
@@ -477,14 +580,18 @@ class RunConfig(TrainerConfig):
             stored, default = _read_architecture(self.model.path), GPTConfig()
             changed = [f.name for f in fields(GPTConfig) if getattr(model, f.name) != getattr(default, f.name)]
             _check_architecture(model, stored, self.model.path, changed)
-            object.__setattr__(self, "model", ModelConfig.from_architecture(stored, self.model.path))
+            object.__setattr__(
+                self, "model", ModelConfig.from_architecture(stored, self.model.path, self.model.weights)
+            )
         if self.sequence_length > self.model.context_length:
             raise ConfigError(
                 f"data.sequence_length = {self.sequence_length} exceeds model.context_length = "
                 f"{self.model.context_length}: change one of them"
             )
-        if self.loader != LoaderConfig():
+        if self.loader != LoaderConfig() and self.data.sources is None:
             raise ConfigError("[loader] has no effect on token shards: leave it out")
+        _check_adapters(self)
+        _check_objective(self)
         if train.accumulation is not None and train.micro_batch is None:
             raise ConfigError("train.accumulation needs train.micro_batch: set it")
         if train.optimizer_in_backward and self.log.norms is not None:
@@ -502,7 +609,10 @@ class RunConfig(TrainerConfig):
     @property
     def sequence_length(self) -> int:
         """Tokens per training sequence."""
-        return self.model.context_length if self.data.sequence_length is None else self.data.sequence_length
+        if self.data.sequence_length is not None:
+            return self.data.sequence_length
+        context = self.model.context_length
+        return context if self.data.sources is None else min(context, FINETUNING_SEQUENCE_LENGTH)
 
     @property
     def tokens_per_step(self) -> int:
@@ -510,7 +620,61 @@ class RunConfig(TrainerConfig):
         train = self.train
         if train.accumulation is not None and train.micro_batch is not None:
             return train.accumulation * train.micro_batch * self.sequence_length
-        return DEFAULT_TOKENS_PER_STEP if train.tokens_per_step is None else train.tokens_per_step
+        if train.tokens_per_step is not None or self.data.sources is None:
+            return train.tokens_per_step or DEFAULT_TOKENS_PER_STEP
+        return max(1, FINETUNING_TOKENS_PER_STEP // self.sequence_length) * self.sequence_length
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Raise for settings that contradict `[lora]`, or need it."""
+    model, train = config.model, config.train
+    if config.lora is None:
+        if model.weights is not None:
+            raise ConfigError(f"model.weights = {model.weights} needs [lora]: quantized weights are not trained")
+        return
+    if model.path is None:
+        raise ConfigError("[lora] needs model.path, the model to train adapters for: set it")
+    refused = {
+        f"train.{name} = {getattr(train, name)}": getattr(train, name)
+        for name in ("fp8_recipe", "qat_recipe", "weight_dtype", "projected_linears")
+    }
+    refused |= {
+        "ema.decay": config.ema.decay is not None,
+        f"parallel.tp = {config.parallel.tp}": (config.parallel.tp or 1) > 1,
+        f"parallel.pp = {config.parallel.pp}": (config.parallel.pp or 1) > 1,
+    }
+    for name in (name for name, is_set in refused.items() if is_set):
+        raise ConfigError(f"{name} does not work with [lora]: leave one of them out")
+
+
+def _check_objective(config: RunConfig) -> None:
+    """Raise for an objective that does not fit the data, and for settings that have no effect on samples."""
+    name, validation, loader = config.objective.name, config.validation, config.loader
+    if config.data.sources is None:
+        if name not in (None, "lm"):
+            raise ConfigError(
+                f"objective.name = {name} needs samples in data.path, got token shards: {config.data.path}"
+            )
+        return
+    if config.model.path is None:
+        raise ConfigError("samples in data.path need model.path, whose tokenizer and chat template encode them: set it")
+    if config.objective.reference == "base" and config.lora is None:
+        raise ConfigError("objective.reference = base needs [lora]: without adapters, use precomputed")
+    precomputes = name == "distill" or (name == "dpo" and _reference(config) == "precomputed")
+    if precomputes and not config.data.packing:
+        raise ConfigError(f"objective.name = {name} with precomputed values needs data.packing = true")
+    if config.data.val is not None and validation.path is not None:
+        raise ConfigError("expected data.val or validation.path, got both: leave one out")
+    check_unused("validation", validation, ("tokens",), "token shards (for samples: validation.batches)")
+    check_unused("loader", loader, ("remove_unused_columns", "label_names"), "a dataset in Python")
+    if config.sample.every is not None and not config.sample.prompt:
+        raise ConfigError("sample.every needs sample.prompt, a question to the model: set it")
+    if (config.parallel.pp or 1) > 1 and name not in (None, "lm", "sft"):
+        raise ConfigError(f"objective.name = {name} does not work with a pipeline (parallel.pp): use fsdp")
+
+
+def _reference(config: RunConfig) -> str:
+    return config.objective.reference or ("precomputed" if config.lora is None else "base")
 
 
 def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -539,14 +703,15 @@ def build_run_config(table: dict[str, Any]) -> RunConfig:
 def _model_table(table: dict[str, Any]) -> dict[str, Any]:
     """The `[model]` table with the architecture from the directory `path`; raises if other keys contradict it."""
     path: Path = convert(Path, table["path"], "model.path")
-    overrides = {key: value for key, value in table.items() if key != "path"}
+    overrides = {key: value for key, value in table.items() if key not in ("path", "weights")}
+    weights = {"weights": table["weights"]} if "weights" in table else {}
     if "preset" in overrides:
         raise ConfigError("expected model.path or model.preset, got both: leave one out")
     if not path.exists() and {"num_layers", "embd_size", "vocab_size"} <= overrides.keys():
         return table  # the config.toml of a run that is resumed after its source was removed
     stored = _read_architecture(path)
     _check_architecture(build(GPTConfig, to_table(stored) | overrides, "model"), stored, path, overrides)
-    return to_table(stored) | {"path": str(path)}
+    return to_table(stored) | weights | {"path": str(path)}
 
 
 def _read_architecture(path: Path) -> GPTConfig:

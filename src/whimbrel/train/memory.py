@@ -23,6 +23,7 @@ from whimbrel.train import build
 from whimbrel.train.build import accumulation_steps
 from whimbrel.train.config import RunConfig, TrainConfig
 from whimbrel.train.device import Stopwatch, choose_device
+from whimbrel.train.initial_model import init_model
 from whimbrel.train.memory_tracker import MemoryTracker, simulated_device
 from whimbrel.train.objectives import ModelObjective
 from whimbrel.train.step import TrainStep
@@ -251,7 +252,7 @@ def simulation(device_type: str) -> Iterator[MemoryTracker]:
 
 def create_model(config: RunConfig, tracker: MemoryTracker) -> GPT:
     """Create the model on the simulated device; its weights and their gradients are tracked as such."""
-    model = build.init_model(config) if config.train.weight_dtype is None else empty_model(config)
+    model = init_model(config) if config.train.weight_dtype is None else empty_model(config)
     tracker.mark([*model.parameters(), *model.buffers()], "weights")
     apply_activation_checkpointing(model, config.train.recompute)
 
@@ -270,7 +271,7 @@ def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
     Weights are quantized on the meta device: fake tensors cannot be swapped, and the dense weights might not fit.
     """
     with _disable_current_modes(), torch.device("meta"):
-        model = build.init_model(config)
+        model = init_model(config)
         if config.train.weight_dtype is not None:
             prepare(model, config.train.weight_dtype)
     model.to_empty(device=device)
@@ -376,7 +377,7 @@ def resolve(config: RunConfig, device_type: str, data_ranks: int = 1) -> RunConf
                 "--train.micro_batch=N"
             )
         with simulation(device_type):
-            model, world = build.init_model(config), World(Layout(dp_replicate=data_ranks))
+            model, world = init_model(config), World(Layout(dp_replicate=data_ranks))
         train = replace(train, micro_batch=build.choose_micro_batch(config, model, local, world))
     assert train.micro_batch is not None
     accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch * data_ranks, config.sequence_length)

@@ -28,6 +28,7 @@ from whimbrel.optim.build import state_bytes
 from whimbrel.train import build
 from whimbrel.train.config import ModelConfig, RunConfig
 from whimbrel.train.device import choose_device, peak_flops, total_memory
+from whimbrel.train.initial_model import init_model
 from whimbrel.train.memory import (
     Holdings,
     Measurement,
@@ -179,7 +180,7 @@ def _pipeline_ranks(config: RunConfig, layout: Layout) -> Iterator[_Stages]:
 def _one_block(config: RunConfig) -> GPT:
     """The model with one block, on the meta device: all blocks have the same shapes."""
     with torch.device("meta"):
-        return build.init_model(_with_layers(config, 1))
+        return init_model(_with_layers(config, 1))
 
 
 def _holdings(config: RunConfig, layout: Layout, stages: _Stages, temporaries: int, device_type: str) -> Holdings:

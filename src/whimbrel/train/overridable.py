@@ -45,6 +45,7 @@ from whimbrel.train.evaluation import (
     select_predictions,
 )
 from whimbrel.train.hf_compat import accepted_kwargs, overrides
+from whimbrel.train.initial_model import create_model
 from whimbrel.train.objectives import (
     ComputeLossObjective,
     LossFunction,
@@ -381,7 +382,7 @@ class OverridableMethodsMixin(ABC):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model from `model_init`, initialized with the seed and dtype of the arguments."""
         check_no_trial(trial)
-        model = build.create_model(self._call_model_init, self.config, self.world)
+        model = create_model(self._call_model_init, self.config, self.world)
         reject_wrapped_model(model)
         return model
 

@@ -35,6 +35,7 @@ from whimbrel.train.config import LogConfig, RunConfig, TrainerConfig
 from whimbrel.train.control import SignalHandler
 from whimbrel.train.device import Stopwatch, choose_device, device_name, peak_flops, peak_memory
 from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_better, has_metric
+from whimbrel.train.finetune import build_finetuning_run
 from whimbrel.train.hf_compat import ProcessFlag, check_overrides, missing_attribute, overrides
 from whimbrel.train.memory_mesh import resolve_strategy
 from whimbrel.train.objectives import LossFunction, Objective, ObjectiveFunction, as_objective
@@ -182,7 +183,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         callbacks: Iterable[Any] | None = None,
         sample_func: build.SampleFunction | None = None,
     ) -> Self:
-        """Build a trainer for a GPT on token shards; an existing run in the output directory is resumed.
+        """Build a trainer for a GPT on token shards or samples; an existing run in the output directory is resumed.
 
         `callbacks` and those that the configuration enables are added to the defaults. `sample_func` generates the text
         for `[sample]` instead of the inference engine.
@@ -190,15 +191,14 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         config = resolve_strategy(config)
         world = join_world(config.parallel, choose_device(config.train.device).type)
         config = resume_after_restart(config, world)
-        parts = build.build_run(config, world, sample_func)
+        build_parts = build.build_run if config.data.sources is None else build_finetuning_run
+        parts = build_parts(config, world, sample_func)
         trainer = cls(
             parts.config,
             parts.model,
-            train_dataset=parts.train_loader,
-            eval_dataset=parts.eval_loader,
-            processing_class=parts.tokenizer,
             callbacks=[*(callbacks or ()), *parts.callbacks],
             world=world,
+            **parts.trainer_arguments(),
         )
         trainer._requested_config, trainer._recorded_config = config, parts.recorded_config
         return trainer

@@ -1,0 +1,249 @@
+"""The samples of a fine-tuning run, tokenized once into `RUN/samples` and used from there.
+
+The directory also has the tokenizer, chat template and generation defaults that checkpoints get, so that `chat` and
+`serve` render what was trained. A resumed run does not need the original data, and sees exactly the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from whimbrel.base.errors import ConfigError, DataError, WhimbrelError
+from whimbrel.base.files import atomic_directory, atomic_file, parse_json
+from whimbrel.base.lock import DirectoryLock
+from whimbrel.data.conversations import ConversationReader, ReadReport
+from whimbrel.data.packing import SampleStats, TokenizedSamples, tokenize_samples
+from whimbrel.data.sources import resolve_source
+from whimbrel.distributed import World
+from whimbrel.model_io import ModelSource, open_model
+from whimbrel.tokenization import ChatTemplate, Tokenizer, apply_builtin_template, load_chat_template, load_tokenizer
+from whimbrel.tokenization.chat_template import TEMPLATE_FILE
+from whimbrel.train.config import RunConfig
+from whimbrel.train.initial_model import has_checkpoint
+
+__all__ = ["ChatTokenizer", "PreparedSamples", "is_preference", "prepare_samples"]
+
+logger = logging.getLogger(__name__)
+
+SAMPLES = "samples"
+REQUEST_FILE, REPORT_FILE = "request.json", "report.json"
+GENERATION_CONFIG, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+PROCESSING_FILES = (TOKENIZER_CONFIG, TEMPLATE_FILE, GENERATION_CONFIG)
+
+
+class ChatTokenizer(Tokenizer):
+    """A tokenizer that is saved with its chat template, all special tokens and the generation defaults."""
+
+    def __init__(self, directory: Path) -> None:
+        """Load the tokenizer from a directory, and the files that are saved with it."""
+        tokenizer = load_tokenizer(directory)
+        super().__init__(tokenizer.pipeline, tokenizer.eot_token, tokenizer.bos_token)
+        files = [directory / name for name in PROCESSING_FILES]
+        self._files = {file.name: file.read_text(encoding="utf-8") for file in files if file.is_file()}
+
+    def save(self, directory: Any) -> None:
+        """Write the files of the tokenizer, and those that were loaded with it."""
+        super().save(directory)
+        for name, text in self._files.items():
+            with atomic_file(Path(directory) / name, "w") as file:
+                file.write(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSamples:
+    """The tokenized samples of a run, with what was found in the data."""
+
+    directory: Path
+    train: TokenizedSamples
+    val: TokenizedSamples | None
+    tokenizer: ChatTokenizer
+    template: ChatTemplate | None
+    """None if there are only documents and the model has none."""
+    template_name: str
+    """Where the template comes from, for messages."""
+    added_tokens: int
+    """Number of special tokens that the model does not know yet."""
+    stats: SampleStats
+    """Counts of training and held-out samples together."""
+    report: ReadReport
+
+
+def is_preference(config: RunConfig) -> bool:
+    """Whether the run needs preference pairs."""
+    return config.objective.name in ("dpo", "orpo")
+
+
+def prepare_samples(config: RunConfig, world: World | None = None) -> PreparedSamples:
+    """Tokenize the samples into the run directory, unless they are there, and load them.
+
+    Of several processes, rank 0 writes. Raises DataError if a run would resume with other samples.
+    """
+    directory = config.output_dir / SAMPLES
+    (world or World()).run_on_main(partial(_ensure_written, config, directory))
+    report = parse_json((directory / REPORT_FILE).read_bytes())
+    has_val = (directory / "val").is_dir()
+    return PreparedSamples(
+        directory=directory,
+        train=TokenizedSamples.load(directory / "train"),
+        val=TokenizedSamples.load(directory / "val") if has_val else None,
+        tokenizer=ChatTokenizer(directory),
+        template=load_chat_template(directory),
+        template_name=report["template"],
+        added_tokens=report["added_tokens"],
+        stats=SampleStats(**report["stats"]),
+        report=ReadReport(**report["read"]),
+    )
+
+
+def _ensure_written(config: RunConfig, directory: Path) -> None:
+    resumes = has_checkpoint(config)
+    request = _request(config)
+    if (directory / REQUEST_FILE).is_file() and not config.overwrite_output_dir:
+        found = parse_json((directory / REQUEST_FILE).read_bytes())
+        changed = [name for name in request if request[name] is not None and request[name] != found.get(name)]
+        if not changed:
+            return
+        if resumes:
+            raise DataError(
+                f"{changed[0]} is not what the run in {config.output_dir} was started with (expected "
+                f"{_short(found.get(changed[0]))}, got {_short(request[changed[0]])}): restore it, or choose another "
+                "output_dir"
+            )
+    with DirectoryLock(config.output_dir):
+        _write(config, request, directory)
+
+
+def _request(config: RunConfig) -> dict[str, Any]:
+    """Everything that determines the samples; None for what cannot be read any more, which a resume does not need."""
+    data, validation = config.data, config.validation.path
+    assert data.sources is not None
+    objective = {name: str(value) for name, value in asdict(config.objective).items()}
+    return {
+        "model.path": str(config.model.path),
+        "the tokenizer": _optional(lambda: open_model(_model_path(config)).tokenizer.fingerprint, config),
+        **{f"data.{name}": getattr(data, name) for name in ("format", "template", "train_on", "too_long", "skip_bad")},
+        "data.val": data.val,
+        "data.packing": data.packing,
+        "train.seed": config.train.seed,
+        "data.sequence_length": config.sequence_length,
+        "the objective": objective,
+        "the content of data.path": _optional(lambda: _records(data.sources or ()), config),
+        "the content of validation.path": _optional(
+            lambda: None if validation is None else _records([str(validation)]), config
+        ),
+    }
+
+
+def _optional(read: Any, config: RunConfig) -> Any:
+    try:
+        return read()
+    except WhimbrelError:
+        if has_checkpoint(config):
+            return None
+        raise
+
+
+def _model_path(config: RunConfig) -> Path:
+    assert config.model.path is not None  # checked by RunConfig
+    return config.model.path
+
+
+def _records(sources: Sequence[str]) -> list[dict[str, Any]]:
+    return [asdict(file.record("train")) for source in sources for file in resolve_source(source)]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _write(config: RunConfig, request: Mapping[str, Any], directory: Path) -> None:
+    source, data = open_model(_model_path(config)), config.data
+    template, tokenizer, name = source.chat_template(), source.tokenizer, "that of the model"
+    if data.template is not None:
+        template, tokenizer = apply_builtin_template(data.template, tokenizer)
+        name = f"{data.template} (built in)"
+    added = tokenizer.vocab_size - source.tokenizer.vocab_size
+    if added and config.lora is not None:
+        raise ConfigError(
+            f"the template {data.template} adds {added} special tokens to the tokenizer, whose embeddings adapters do "
+            "not train: train all weights (--full, without [lora]), or choose a template whose tokens the model has"
+        )
+    assert data.sources is not None
+    with atomic_directory(directory, replace=True) as folder:
+        _save_processing_files(source, tokenizer, template, folder)
+        saved = ChatTokenizer(folder), load_chat_template(folder)  # what a loaded checkpoint will use
+        reader = ConversationReader(data.sources, format=data.format, skip_bad=data.skip_bad)
+        samples = _tokenize(reader, *saved, config)
+        stats = samples.stats
+        train, val = (samples, None) if data.val is None else samples.split(data.val, config.train.seed)
+        if config.validation.path is not None:
+            val = _tokenize(
+                ConversationReader([str(config.validation.path)], format=data.format, skip_bad=data.skip_bad),
+                *saved, config,
+            )  # fmt: skip
+        train.save(folder / "train")
+        if val is not None:
+            val.save(folder / "val")
+        report = {
+            "template": name if template is not None else "none",
+            "added_tokens": added,
+            "stats": asdict(stats),
+            "read": asdict(reader.report),
+        }
+        (folder / REPORT_FILE).write_text(json.dumps(report, indent=1))
+        (folder / REQUEST_FILE).write_text(json.dumps(request, indent=1))
+
+
+def _tokenize(
+    reader: ConversationReader, tokenizer: Tokenizer, template: ChatTemplate | None, config: RunConfig
+) -> TokenizedSamples:
+    """The samples, each short enough that a sequence has space for it, or for both answers of a pair."""
+    data, name = config.data, config.objective.name
+    both = is_preference(config) and data.packing
+    samples = tokenize_samples(
+        reader,
+        tokenizer,
+        template,
+        train_on=data.train_on,
+        max_tokens=config.sequence_length // (2 if both else 1),
+        too_long=data.too_long,
+    )
+    formats = set(reader.report.formats.values())
+    if samples.pair != is_preference(config):
+        wanted = "dpo or orpo" if samples.pair else "sft"
+        raise ConfigError(
+            f"expected {'other data' if samples.pair else 'preference pairs'} for objective.name = {name or 'sft'}, "
+            f"got the format {', '.join(sorted(formats))}: set objective.name = {wanted}, or choose other data"
+        )
+    if name == "lm" and formats != {"text"}:
+        raise ConfigError(
+            f"objective.name = lm needs text, got the format {', '.join(sorted(formats - {'text'}))}: use sft, with "
+            "data.train_on = all to train on every token"
+        )
+    return samples
+
+
+def _save_processing_files(
+    source: ModelSource, tokenizer: Tokenizer, template: ChatTemplate | None, folder: Path
+) -> None:
+    """Write tokenizer, template and generation defaults; special tokens are exactly those the template was given."""
+    tokenizer.save(folder)
+    generation = source.path / GENERATION_CONFIG
+    fields = parse_json(generation.read_bytes()) if generation.is_file() else {}
+    eos = [tokenizer.eot_id, *(token for token in source.generation_config.eos_token_ids if token != tokenizer.eot_id)]
+    fields |= {"bos_token_id": source.generation_config.bos_token_id, "eos_token_id": eos if len(eos) > 1 else eos[0]}
+    (folder / GENERATION_CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    if template is not None:
+        template.save(folder)
+        settings = parse_json((folder / TOKENIZER_CONFIG).read_bytes())
+        if "bos_token" not in template.special_tokens:  # it would appear in templates that write bos_token
+            settings.pop("bos_token", None)
+        settings |= template.special_tokens | {"eos_token": tokenizer.eot_token}
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
