@@ -27,6 +27,7 @@ COMMANDS = {
     "tokenizer": "data:tokenizer_app",
     "verify": "data:verify",
     "train": "train:train",
+    "finetune": "finetune:finetune",
     "memory": "train:memory",
     "runs": "runs:runs",
     "control": "runs:control",
@@ -43,7 +44,7 @@ COMMANDS = {
 """Commands in the order of the help page, each as MODULE:FUNCTION below `whimbrel.cli`."""
 DISTRIBUTED = {"train", "memory", "verify", "runs", "compare", "doctor"}
 """Commands that several processes may run: training, and those that only read."""
-WITH_OVERRIDES = {"train", "memory"}
+WITH_OVERRIDES = {"train", "finetune", "memory"}
 """Commands that accept settings as `--section.name=value` or `--section.name value`."""
 
 

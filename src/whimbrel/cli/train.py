@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from whimbrel.train import RunConfig
     from whimbrel.train.memory import MemoryPrediction
 
-__all__ = ["memory", "train"]
+__all__ = ["memory", "processes_to_start", "run_training", "train"]
 
 RANKS_PER_NODE = 8
 """GPUs of a machine, for a prediction."""
@@ -66,24 +66,40 @@ def train(
 
     Uses all visible GPUs (docs/distributed.md). On multiple nodes, run torchrun ... -m whimbrel train CONFIG on each.
     """
-    from whimbrel.train import Trainer, load_run_config
-    from whimbrel.train.callbacks import ProgressCallback
+    from whimbrel.train import load_run_config
 
     del settings  # handled by its callback
     configure_logging()
     loaded = load_run_config(config, context.args)
-    processes = _processes_to_start(nproc, max_restarts, loaded)
+    run_training(loaded, config, context.args, plain=plain, exit_143=exit_143, nproc=nproc, max_restarts=max_restarts)
+
+
+def run_training(
+    config: RunConfig,
+    file: Path,
+    overrides: Sequence[str],
+    *,
+    plain: bool,
+    exit_143: bool,
+    nproc: int | None,
+    max_restarts: int,
+) -> None:
+    """Train in this process, or start several that read `file` with `overrides`; may raise typer.Exit."""
+    from whimbrel.train import Trainer
+    from whimbrel.train.callbacks import ProgressCallback
+
+    processes = processes_to_start(nproc, max_restarts, config)
     if processes is not None:
-        arguments = ["train", str(config), *context.args, *["--plain"] * plain]
+        arguments = ["train", str(file), *overrides, *["--plain"] * plain]
         raise typer.Exit(_launch(processes, arguments, max_restarts, exit_143=exit_143))
-    trainer = Trainer.from_config(loaded, callbacks=[ProgressCallback(plain=plain)])
+    trainer = Trainer.from_config(config, callbacks=[ProgressCallback(plain=plain)])
     trainer.train()
     _drop_unwritten_output()
     if trainer.received_signal is not None and exit_143:
         raise typer.Exit(143)
 
 
-def _processes_to_start(nproc: int | None, max_restarts: int, config: RunConfig) -> int | None:
+def processes_to_start(nproc: int | None, max_restarts: int, config: RunConfig) -> int | None:
     """Number of processes to start; None to train in this one."""
     from whimbrel.base.errors import ConfigError
     from whimbrel.distributed.launch import default_processes

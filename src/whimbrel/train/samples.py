@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,11 @@ def prepare_samples(config: RunConfig, world: World | None = None) -> PreparedSa
     directory = config.output_dir / SAMPLES
     (world or World()).run_on_main(partial(_ensure_written, config, directory))
     report = parse_json((directory / REPORT_FILE).read_bytes())
+    if report["added_tokens"] and config.lora is not None:
+        raise ConfigError(
+            f"the template {config.data.template} adds special tokens to the tokenizer, whose embeddings adapters do "
+            "not train: train all weights (--full, no [lora]), or choose a template whose tokens the model has"
+        )
     has_val = (directory / "val").is_dir()
     return PreparedSamples(
         directory=directory,
@@ -106,7 +111,7 @@ def _ensure_written(config: RunConfig, directory: Path) -> None:
     request = _request(config)
     if (directory / REQUEST_FILE).is_file() and not config.overwrite_output_dir:
         found = parse_json((directory / REQUEST_FILE).read_bytes())
-        changed = [name for name in request if request[name] is not None and request[name] != found.get(name)]
+        changed = [name for name, value in request.items() if value != found.get(name)]
         if not changed:
             return
         if resumes:
@@ -120,33 +125,29 @@ def _ensure_written(config: RunConfig, directory: Path) -> None:
 
 
 def _request(config: RunConfig) -> dict[str, Any]:
-    """Everything that determines the samples; None for what cannot be read any more, which a resume does not need."""
+    """Everything that determines the samples; without what cannot be read any more, which a resume does not need."""
     data, validation = config.data, config.validation.path
     assert data.sources is not None
-    objective = {name: str(value) for name, value in asdict(config.objective).items()}
-    return {
+    names = ("format", "template", "train_on", "packing", "too_long", "skip_bad", "val")
+    request = {
         "model.path": str(config.model.path),
-        "the tokenizer": _optional(lambda: open_model(_model_path(config)).tokenizer.fingerprint, config),
-        **{f"data.{name}": getattr(data, name) for name in ("format", "template", "train_on", "too_long", "skip_bad")},
-        "data.val": data.val,
-        "data.packing": data.packing,
-        "train.seed": config.train.seed,
+        **{f"data.{name}": getattr(data, name) for name in names},
         "data.sequence_length": config.sequence_length,
-        "the objective": objective,
-        "the content of data.path": _optional(lambda: _records(data.sources or ()), config),
-        "the content of validation.path": _optional(
-            lambda: None if validation is None else _records([str(validation)]), config
-        ),
+        "train.seed": config.train.seed,
+        "the objective": {name: str(value) for name, value in asdict(config.objective).items()},
     }
-
-
-def _optional(read: Any, config: RunConfig) -> Any:
-    try:
-        return read()
-    except WhimbrelError:
-        if has_checkpoint(config):
-            return None
-        raise
+    content: dict[str, Callable[[], Any]] = {
+        "the tokenizer": lambda: open_model(_model_path(config)).tokenizer.fingerprint,
+        "the content of data.path": lambda: _records(data.sources or ()),
+        "the content of validation.path": lambda: None if validation is None else _records([str(validation)]),
+    }
+    for name, read in content.items():
+        try:
+            request[name] = read()
+        except WhimbrelError:
+            if not has_checkpoint(config):
+                raise
+    return request
 
 
 def _model_path(config: RunConfig) -> Path:
@@ -170,11 +171,6 @@ def _write(config: RunConfig, request: Mapping[str, Any], directory: Path) -> No
         template, tokenizer = apply_builtin_template(data.template, tokenizer)
         name = f"{data.template} (built in)"
     added = tokenizer.vocab_size - source.tokenizer.vocab_size
-    if added and config.lora is not None:
-        raise ConfigError(
-            f"the template {data.template} adds {added} special tokens to the tokenizer, whose embeddings adapters do "
-            "not train: train all weights (--full, without [lora]), or choose a template whose tokens the model has"
-        )
     assert data.sources is not None
     with atomic_directory(directory, replace=True) as folder:
         _save_processing_files(source, tokenizer, template, folder)

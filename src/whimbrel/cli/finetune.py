@@ -1,0 +1,270 @@
+"""`whimbrel finetune MODEL DATA... --out-dir RUN`: a fine-tuning run from a few options instead of a TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whimbrel.cli.terminal import configure_logging, escape_controls
+from whimbrel.cli.train import processes_to_start, run_training
+
+if TYPE_CHECKING:
+    from whimbrel.train import RunConfig
+    from whimbrel.train.samples import PreparedSamples
+
+__all__ = ["finetune"]
+
+LEARNING_RATES = {
+    "lm": (2e-4, 2e-5),
+    "sft": (2e-4, 2e-5),
+    "distill": (2e-4, 2e-5),
+    "dpo": (2e-5, 1e-6),
+    "orpo": (5e-5, 8e-6),
+}
+"""Peak learning rates of adapters and of all weights, by objective."""
+MIN_STEPS_PER_EPOCH = 20
+"""Small datasets get smaller batches, so that an epoch has at least this many steps if possible."""
+SHOWN_CHARACTERS = 1000
+HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model")
+SESSION_OPTIONS = ("--resume.", "--overwrite")
+
+
+def finetune(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(help="The model to start from: a model directory, a run, or a name on the Hugging Face Hub."),
+    ],
+    data: Annotated[
+        list[str], typer.Argument(help="Chats, preference pairs or text: jsonl, parquet, directories, Hub datasets.")
+    ],
+    out_dir: Annotated[Path, typer.Option(help="Run directory; a run in it is resumed.")],
+    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of LoRA adapters.")] = False,
+    lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters. (default: 16)")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Quantize the frozen weights while loading (QLoRA): int8, int4 or fp8.")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="sft, lm (text), dpo or orpo (preference pairs), distill.")] = "sft",
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data. (default: 2)")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Peak learning rate. (default for sft: 2e-4, with --full 2e-5)")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens per sequence. (default: the model's context, at most 2048)")
+    ] = None,
+    val: Annotated[float | None, typer.Option(help="Fraction of the samples to hold out for validation.")] = None,
+    data_format: Annotated[
+        str | None, typer.Option("--format", help="Format of the data, if it should not be detected.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Chat template for a model without one: chatml, llama3, mistral, ...")
+    ] = None,
+    train_on: Annotated[str, typer.Option(help="Turns with loss: assistant, last or all.")] = "assistant",
+    too_long: Annotated[str, typer.Option(help="Samples longer than a sequence: truncate or drop.")] = "truncate",
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip and count invalid samples.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read the data, print what would be trained, write the config and stop.")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
+    exit_143: Annotated[
+        bool, typer.Option("--exit-143", help="Exit with code 143 instead of 0 when stopped by a signal.")
+    ] = False,
+    nproc: Annotated[
+        int | None, typer.Option(help="Number of processes on this machine; default: one per visible GPU, 1 on a CPU.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="Restart all processes up to N times if one fails; they resume from a checkpoint.")
+    ] = 0,
+) -> None:
+    """Fine-tune a model on chats, preference pairs or text.
+
+    Trains LoRA adapters by default. Prints what it found in the data, writes the equivalent configuration to
+    OUT_DIR/config.toml (for `whimbrel train`), and trains. Any setting can be overridden with --section.name=value.
+    """
+    from whimbrel.base.errors import ConfigError
+    from whimbrel.config import apply_overrides
+    from whimbrel.train.config import build_run_config
+    from whimbrel.train.initial_model import has_checkpoint
+    from whimbrel.train.run_directory import record_settings
+    from whimbrel.train.samples import prepare_samples
+
+    configure_logging()
+    for option, value in (("--lora-rank", lora_rank), ("--weights", weights)):
+        if full and value is not None:
+            raise ConfigError(f"{option} {value} is for LoRA, but --full trains all weights: leave one of them out")
+    if objective not in LEARNING_RATES:
+        raise ConfigError(f"expected --objective {', '.join(LEARNING_RATES)}, got '{objective}'")
+    rank = 16 if lora_rank is None else lora_rank
+    table: dict[str, Any] = {
+        "output_dir": str(out_dir),
+        "model": {"path": str(_local_model(model)), **_given(weights=weights)},
+        "data": {
+            "path": data, "train_on": train_on, "too_long": too_long, "skip_bad": skip_bad,
+            **_given(format=data_format, template=template, val=val, sequence_length=sequence_length),
+        },
+        "train": {"clip": 1.0, **_device_defaults(context.args, full=full), **_length(context.args, epochs)},
+        "optim": {"lr": LEARNING_RATES[objective][full] if lr is None else lr},
+        "schedule": {"name": "cosine", "warmup_steps": 0.03},
+        "objective": {"name": objective},
+        **({} if full else {"lora": {"rank": rank, "alpha": 2.0 * rank}}),
+        **({} if val is None else {"validation": {"each_epoch": True}}),
+    }  # fmt: skip
+    config = build_run_config(apply_overrides(table, context.args))
+    samples = prepare_samples(config)
+    config = _with_batch_size(config, samples, processes_to_start(nproc, max_restarts, config) or 1)
+    for line in _describe(config, samples):
+        print(line)
+    file = config.output_dir / "config.toml"
+    if not has_checkpoint(config):
+        record_settings(config, resumed=False)
+        print(f"{'Config':<10} {file}")
+    if dry_run:
+        return
+    session = [override for override in context.args if override.startswith(SESSION_OPTIONS)]
+    run_training(config, file, session, plain=plain, exit_143=exit_143, nproc=nproc, max_restarts=max_restarts)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _local_model(name: str) -> Path:
+    """The directory of a model; one on the Hub is downloaded, unless it is in the cache."""
+    from whimbrel.base.errors import ConfigError, MissingExtraError
+    from whimbrel.data.sources import HUB_NAME
+
+    path = Path(name)
+    if path.exists():
+        return path
+    if not HUB_NAME.fullmatch(name) or ":" in name:
+        raise ConfigError(f"no model at {name}: expected a model directory, a run, or owner/model on the Hub")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise MissingExtraError(f"downloading {name}", "huggingface_hub", "hub") from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except (OSError, ValueError) as error:  # no network, no such model, no access
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{name} is neither a local model nor one that can be downloaded: {reason}") from error
+
+
+def _length(overrides: Sequence[str], epochs: float | None) -> dict[str, float]:
+    """The run length, unless an override sets it in steps or tokens."""
+    is_set = any(override.startswith(("--train.steps", "--train.tokens=", "--train.epochs")) for override in overrides)
+    return {} if is_set and epochs is None else {"epochs": 2.0 if epochs is None else epochs}
+
+
+def _device_defaults(overrides: Sequence[str], *, full: bool) -> dict[str, str]:
+    """On a GPU: bf16, also for frozen weights."""
+    from whimbrel.train.device import choose_device
+
+    chosen = [override.partition("=")[2] for override in overrides if override.startswith("--train.device=")]
+    if choose_device(chosen[-1] if chosen else None).type != "cuda":
+        return {}
+    return {"precision": "bf16"} if full else {"precision": "bf16", "default_dtype": "bfloat16"}
+
+
+def _with_batch_size(config: RunConfig, samples: PreparedSamples, ranks: int) -> RunConfig:
+    """The config with `tokens_per_step` for the size of the data, unless it is set."""
+    from dataclasses import replace
+
+    from whimbrel.train.finetune import rows_of
+
+    train = config.train
+    if train.tokens_per_step is not None or train.accumulation is not None:
+        return config
+    rows, _ = rows_of(samples.train, config, samples.tokenizer.eot_id)
+    default = config.tokens_per_step // config.sequence_length
+    per_rank = max(1, min(default, len(rows) // MIN_STEPS_PER_EPOCH) // ranks)
+    power_of_two = 1 << (per_rank.bit_length() - 1)  # so that there are many choices of a micro-batch
+    tokens = power_of_two * ranks * config.sequence_length
+    return replace(config, train=replace(train, tokens_per_step=tokens))
+
+
+# What is printed before training
+
+
+def _describe(config: RunConfig, samples: PreparedSamples) -> Iterator[str]:
+    from whimbrel.train.finetune import rows_of
+
+    stats, report, pairs = samples.stats, samples.report, samples.train.pair
+    formats = ", ".join(f"{name} ({kind})" for name, kind in report.formats.items())
+    kind = "pairs" if pairs else "samples"
+    yield _line("Data", formats)
+    yield _line(
+        "",
+        f"{stats.samples:,} {kind}, {stats.tokens:,} tokens ({stats.supervised_share:.0%} supervised), the longest "
+        f"{'answer' if pairs else 'sample'} has {stats.longest:,}",
+    )
+    added = f", {samples.added_tokens} special tokens added" if samples.added_tokens else ""
+    yield _line("Template", f"{samples.template_name}{added}")
+    rows, _ = rows_of(samples.train, config, samples.tokenizer.eot_id)
+    if config.data.packing:
+        packed = f"{len(rows):,} sequences of {config.sequence_length:,} tokens, {rows.fill_rate:.0%} full"
+        yield _line("Packed", packed)
+    if samples.val is not None:
+        yield _line("Held out", f"{samples.val.stats.samples:,} {kind}")
+    yield from _warnings(config, samples)
+    yield from _example(samples)
+    yield _line("Training", _training(config, len(rows)))
+    yield _line("Memory", _memory(config))
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<10} {escape_controls(text)}"
+
+
+def _warnings(config: RunConfig, samples: PreparedSamples) -> Iterator[str]:
+    stats, report = samples.stats, samples.report
+    limit = f"{config.sequence_length:,} tokens (--sequence-length)"
+    counts = {
+        f"truncated to {limit}": stats.truncated,
+        f"dropped, because they are longer than {limit}": stats.dropped,
+        "without a special token at the end: the model does not learn to stop from them": stats.unterminated,
+        "with answers that start within a token: prompts will end differently": stats.misaligned,
+        **{f"skipped: {reason}": count for reason, count in report.skipped.items()},
+    }
+    yield from (_line("Warning", f"{count:,} samples {text}") for text, count in counts.items() if count)
+    yield from (_line("", error) for error in report.errors[:3])
+
+
+def _example(samples: PreparedSamples) -> Iterator[str]:
+    from whimbrel.data.packing import mark_supervised
+
+    names = ("Chosen", "Rejected") if samples.train.pair else ("Example",)
+    for number, name in enumerate(names):
+        text = mark_supervised(samples.tokenizer, *samples.train[number])
+        shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
+        yield f"{name} (supervised parts in [[ ]]):"
+        yield from (f"  {escape_controls(line)}" for line in shown.splitlines())
+
+
+def _training(config: RunConfig, rows: int) -> str:
+    objective, lora, weights = config.objective.name, config.lora, config.model.weights
+    on = "all linear layers" if lora is None or lora.modules is None else ", ".join(lora.modules)
+    kind = "DoRA" if lora is not None and lora.use_dora else "LoRA"
+    what = "all weights" if lora is None else f"{kind} of rank {lora.rank} on {on}"
+    quantized = "" if weights is None else f", {weights} weights"
+    length = f"{config.train.epochs:g} epochs" if config.train.epochs is not None else "a number of steps"
+    per_step = config.tokens_per_step // config.sequence_length
+    return (
+        f"{objective}, {what}{quantized}; {length} of {-(-rows // per_step):,} steps, {per_step} sequences each; "
+        f"learning rate {config.optim.lr:g}"
+    )
+
+
+def _memory(config: RunConfig) -> str:
+    from whimbrel.base.errors import WhimbrelError
+    from whimbrel.base.files import format_bytes
+    from whimbrel.train.memory import predict_memory
+
+    try:
+        [prediction] = predict_memory(config)
+    except WhimbrelError as error:
+        return f"not predicted: {error}"
+    parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in prediction.at_peak.items())
+    return f"{format_bytes(prediction.peak)} at the peak ({parts})"
