@@ -69,62 +69,75 @@ def finetune(
         bool, typer.Option("--dry-run", help="Read the data, print what would be trained, write the config and stop.")
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
-    exit_143: Annotated[
-        bool, typer.Option("--exit-143", help="Exit with code 143 instead of 0 when stopped by a signal.")
-    ] = False,
     nproc: Annotated[
         int | None, typer.Option(help="Number of processes on this machine; default: one per visible GPU, 1 on a CPU.")
     ] = None,
-    max_restarts: Annotated[
-        int, typer.Option(help="Restart all processes up to N times if one fails; they resume from a checkpoint.")
-    ] = 0,
 ) -> None:
     """Fine-tune a model on chats, preference pairs or text.
 
     Trains LoRA adapters by default. Prints what it found in the data, writes the equivalent configuration to
     OUT_DIR/config.toml (for `whimbrel train`), and trains. Any setting can be overridden with --section.name=value.
     """
-    from whimbrel.base.errors import ConfigError
     from whimbrel.config import apply_overrides
     from whimbrel.train.config import build_run_config
-    from whimbrel.train.initial_model import has_checkpoint
-    from whimbrel.train.run_directory import record_settings
-    from whimbrel.train.samples import prepare_samples
 
     configure_logging()
-    for option, value in (("--lora-rank", lora_rank), ("--weights", weights)):
-        if full and value is not None:
-            raise ConfigError(f"{option} {value} is for LoRA, but --full trains all weights: leave one of them out")
-    if objective not in LEARNING_RATES:
-        raise ConfigError(f"expected --objective {', '.join(LEARNING_RATES)}, got '{objective}'")
-    rank = 16 if lora_rank is None else lora_rank
-    table: dict[str, Any] = {
+    adapters = _adapters(full, lora_rank, weights)
+    train = {"clip": 1.0, **_device_defaults(context.args, full=full), **_length(context.args, epochs)}
+    table = {
         "output_dir": str(out_dir),
         "model": {"path": str(_local_model(model)), **_given(weights=weights)},
         "data": {
             "path": data, "train_on": train_on, "too_long": too_long, "skip_bad": skip_bad,
             **_given(format=data_format, template=template, val=val, sequence_length=sequence_length),
         },
-        "train": {"clip": 1.0, **_device_defaults(context.args, full=full), **_length(context.args, epochs)},
-        "optim": {"lr": LEARNING_RATES[objective][full] if lr is None else lr},
+        "train": train,
+        "optim": {"lr": _learning_rate(objective, full=full) if lr is None else lr},
         "schedule": {"name": "cosine", "warmup_steps": 0.03},
+        "validation": {"each_epoch": val is not None},
         "objective": {"name": objective},
-        **({} if full else {"lora": {"rank": rank, "alpha": 2.0 * rank}}),
-        **({} if val is None else {"validation": {"each_epoch": True}}),
+        **adapters,
     }  # fmt: skip
-    config = build_run_config(apply_overrides(table, context.args))
+    _run(build_run_config(apply_overrides(table, context.args)), context.args, dry_run, plain, nproc)
+
+
+def _run(config: RunConfig, overrides: Sequence[str], dry_run: bool, plain: bool, nproc: int | None) -> None:
+    """Tokenize the data, print what was found, write the config, and train."""
+    from whimbrel.train.initial_model import has_checkpoint
+    from whimbrel.train.run_directory import record_settings
+    from whimbrel.train.samples import prepare_samples
+
     samples = prepare_samples(config)
-    config = _with_batch_size(config, samples, processes_to_start(nproc, max_restarts, config) or 1)
+    config = _with_batch_size(config, samples, processes_to_start(nproc, 0, config) or 1)
     for line in _describe(config, samples):
         print(line)
     file = config.output_dir / "config.toml"
     if not has_checkpoint(config):
         record_settings(config, resumed=False)
-        print(f"{'Config':<10} {file}")
-    if dry_run:
-        return
-    session = [override for override in context.args if override.startswith(SESSION_OPTIONS)]
-    run_training(config, file, session, plain=plain, exit_143=exit_143, nproc=nproc, max_restarts=max_restarts)
+        print(_line("Config", str(file)), flush=True)
+    if not dry_run:
+        session = [override for override in overrides if override.startswith(SESSION_OPTIONS)]
+        run_training(config, file, session, plain=plain, exit_143=False, nproc=nproc, max_restarts=0)
+
+
+def _adapters(full: bool, rank: int | None, weights: str | None) -> dict[str, Any]:
+    """The section [lora], unless all weights are trained."""
+    from whimbrel.base.errors import ConfigError
+
+    for option, value in (("--lora-rank", rank), ("--weights", weights)):
+        if full and value is not None:
+            raise ConfigError(f"{option} {value} is for LoRA, but --full trains all weights: leave one of them out")
+    rank = 16 if rank is None else rank
+    return {} if full else {"lora": {"rank": rank, "alpha": 2.0 * rank}}
+
+
+def _learning_rate(objective: str, *, full: bool) -> float:
+    from whimbrel.base.errors import ConfigError
+    from whimbrel.config import not_one_of
+
+    if objective not in LEARNING_RATES:
+        raise ConfigError(not_one_of("--objective", objective, list(LEARNING_RATES)))
+    return LEARNING_RATES[objective][full]
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed import Layout, World, apply_activation_checkpointing
-from whimbrel.models import GPT
+from whimbrel.model_io import read_config, resolve_model
+from whimbrel.models import GPT, apply_lora
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.build import OPTIONS_BY_OPTIMIZER
-from whimbrel.precision import MixedPrecision, prepare, sdpa_backends
+from whimbrel.precision import MixedPrecision, prepare, quantize_, sdpa_backends
 from whimbrel.train import build
 from whimbrel.train.build import accumulation_steps
 from whimbrel.train.config import RunConfig, TrainConfig
@@ -170,7 +171,7 @@ def measure_passes(config: RunConfig, device_type: str) -> Measurement:
     with simulation(device_type) as tracker:
         model = create_model(config, tracker)
         if (config.train.accumulation or 1) > 1:
-            for parameter in model.parameters():
+            for parameter in _trained(model.parameters()):
                 parameter.grad = parameter.new_empty(parameter.shape)  # dense, also for quantized parameters
                 tracker.mark([parameter.grad], "gradients")
         optimizer = NoOpOptimizer(model.parameters(), {"lr": 0.0})
@@ -252,7 +253,8 @@ def simulation(device_type: str) -> Iterator[MemoryTracker]:
 
 def create_model(config: RunConfig, tracker: MemoryTracker) -> GPT:
     """Create the model on the simulated device; its weights and their gradients are tracked as such."""
-    model = init_model(config) if config.train.weight_dtype is None else empty_model(config)
+    is_dense = config.train.weight_dtype is None and config.lora is None
+    model = init_model(config) if is_dense else empty_model(config)
     tracker.mark([*model.parameters(), *model.buffers()], "weights")
     apply_activation_checkpointing(model, config.train.recompute)
 
@@ -260,13 +262,17 @@ def create_model(config: RunConfig, tracker: MemoryTracker) -> GPT:
         if parameter.grad is not None:
             tracker.mark([parameter.grad], "gradients")
 
-    for parameter in model.parameters():
+    for parameter in _trained(model.parameters()):
         parameter.register_post_accumulate_grad_hook(mark)
     return model
 
 
+def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
 def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
-    """The model in its training form (quantized if configured), with uninitialized weights.
+    """The model in its training form (quantized and with adapters if configured), with uninitialized weights.
 
     Weights are quantized on the meta device: fake tensors cannot be swapped, and the dense weights might not fit.
     """
@@ -274,9 +280,22 @@ def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
         model = init_model(config)
         if config.train.weight_dtype is not None:
             prepare(model, config.train.weight_dtype)
+        if config.lora is not None:
+            if (weight_format := _frozen_format(config)) is not None:
+                quantize_(model, weight_format)
+            apply_lora(model, config.lora)
     model.to_empty(device=device)
     model.tie_head()
     return model
+
+
+def _frozen_format(config: RunConfig) -> str | None:
+    """The format of the linear layers under adapters: that of `model.weights`, or of the files in `model.path`."""
+    path = config.model.path
+    if config.model.weights is not None or path is None or not path.is_dir():
+        return config.model.weights
+    stored = read_config(resolve_model(path)).weight_format
+    return None if stored is None else stored.name
 
 
 def _measure_step(
@@ -304,9 +323,9 @@ def measure_temporaries(tracker: MemoryTracker, model: GPT, optimizer: Optimizer
     All blocks have the same shapes, so a few of them are enough if temporaries do not grow with their number
     (optimizers process parameters in batches of limited size). If they do grow, all blocks are measured.
     """
-    blocks = [list(block.parameters()) for block in model.blocks]
+    blocks = [_trained(block.parameters()) for block in model.blocks]
     block_parameters = {parameter for block in blocks for parameter in block}
-    others = [parameter for parameter in model.parameters() if parameter not in block_parameters]
+    others = [parameter for parameter in _trained(model.parameters()) if parameter not in block_parameters]
 
     def parameters_of_first(count: int) -> list[nn.Parameter]:
         return [parameter for block in blocks[:count] for parameter in block]
@@ -396,13 +415,14 @@ def build_dry_run_step(
     dispatch: Callable[[str], object] = lambda event: None,
 ) -> TrainStep:
     """Create a run's training step with random tokens as data; everything else is built as in training."""
-    documents = config.data.documents != "join"
+    packed = config.data.sources is not None and config.data.packing
+    inputs = ("documents", "position_ids") if packed else () if config.data.documents == "join" else ("documents",)
     return TrainStep(
         model=model,
         optimizer=optimizer,
         scheduler=build.create_scheduler(optimizer, config, 1000, None),
         batches=_RandomTokens(config, device),  # type: ignore[arg-type]
-        objective=ModelObjective(None, (lambda x: {"documents": x}) if documents else (lambda _: {})),
+        objective=ModelObjective(None, lambda x: dict.fromkeys(inputs, x)),
         precision=MixedPrecision(config.train.precision, device),
         accumulation=config.train.accumulation or 1,
         stopwatch=Stopwatch(device),

@@ -75,6 +75,8 @@ def _check(config: RunConfig) -> None:
     for name, is_set in {
         "train.weight_dtype": train.weight_dtype is not None,
         "train.optimizer_in_backward": train.optimizer_in_backward,
+        "[lora]": config.lora is not None,
+        "samples in data.path": config.data.sources is not None,
     }.items():
         if is_set:
             raise ConfigError(f"memory prediction for several ranks does not support {name}: leave it out")
