@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -102,7 +103,7 @@ def prepare_samples(config: RunConfig, world: World | None = None) -> PreparedSa
         template_name=report["template"],
         added_tokens=report["added_tokens"],
         stats=SampleStats(**report["stats"]),
-        report=ReadReport(**report["read"]),
+        report=ReadReport(**report["read"] | {"skipped": Counter(report["read"]["skipped"])}),
     )
 
 
@@ -191,7 +192,12 @@ def _write(config: RunConfig, request: Mapping[str, Any], directory: Path) -> No
             "template": name if template is not None else "none",
             "added_tokens": added,
             "stats": asdict(stats),
-            "read": asdict(reader.report),
+            "read": {
+                "formats": reader.report.formats,
+                "samples": reader.report.samples,
+                "skipped": reader.report.skipped,
+                "errors": reader.report.errors,
+            },
         }
         (folder / REPORT_FILE).write_text(json.dumps(report, indent=1))
         (folder / REQUEST_FILE).write_text(json.dumps(request, indent=1))

@@ -17,8 +17,9 @@ from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.optim import GroupConfig, OptimConfig
 from whimbrel.precision import sdpa_backends
 from whimbrel.train import RunConfig
-from whimbrel.train.build import create_optimizer, init_model
+from whimbrel.train.build import create_optimizer
 from whimbrel.train.config import EmaConfig, build_run_config
+from whimbrel.train.initial_model import init_model
 from whimbrel.train.memory import (
     CUBLAS_WORKSPACE_BYTES,
     MemoryPrediction,

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from whimbrel.train.build import create_optimizer, init_model
+from whimbrel.train.build import create_optimizer
 from whimbrel.train.config import build_run_config
 from whimbrel.train.device import Stopwatch
+from whimbrel.train.initial_model import init_model
 from whimbrel.train.memory import build_dry_run_step
 
 
