@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.support.commands import wait_until, whimbrel
+from tests.support.finetuning import reversal_task, save_base_model, write_chats
 from tests.support.runs import prepare_text
 
 from whimbrel.base.files import PARTIAL
@@ -55,6 +56,7 @@ RECIPES: dict[str, Table] = {
     },
     "low-bit": {"optim": {"name": "adamw8bit"}, "train": {"weight_dtype": "int8"}},
     "dropout": {},  # the script dropout_run.py
+    "lora": {},  # fine-tuning: write_finetuning_recipe
 }
 SOAK_RECIPES: dict[str, Table] = {
     "pack": {"data": {"documents": "pack"}, "train": {"accumulation": 3, "micro_batch": 2}},
@@ -84,6 +86,25 @@ def folder(workdir: Path, shards: Path) -> Path:
 def write_recipe(shards: Path, changes: Table) -> None:
     table = {section: values | changes.get(section, {}) for section, values in EVERYTHING.items()}
     table["data"]["path"] = str(shards)
+    Path("recipe.toml").write_text(dump_toml({"output_dir": "run"} | table))
+
+
+def write_finetuning_recipe() -> None:
+    """Adapters with dropout on int8 weights; the data and the base model are in the current directory."""
+    save_base_model(Path("base"))
+    write_chats(Path("chats.jsonl"), reversal_task()[0])
+    table: Table = {
+        "model": {"path": "base", "weights": "int8"},
+        "data": {"path": "chats.jsonl", "val": 0.1},
+        "train": {"steps": 48, "micro_batch": 4, "accumulation": 3, "clip": 1.0, "device": "cpu", "seed": 11},
+        "lora": {"rank": 4, "dropout": 0.1},
+        "optim": {"lr": 1e-2},
+        "schedule": {"name": "cosine", "warmup_steps": 0.1},
+        "validation": {"every": 7},
+        "checkpoint": {"every": 4, "keep": 2, "best": 1},
+        "sample": {"every": 9, "prompt": "012", "max_new_tokens": 4},
+        "log": {"every": 6},
+    }
     Path("recipe.toml").write_text(dump_toml({"output_dir": "run"} | table))
 
 
@@ -139,7 +160,10 @@ def assert_same(uninterrupted: Path, killed: Path) -> None:
 def test_run_killed_at_random_times_ends_with_the_same_files(
     workdir: Path, shards: Path, name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    write_recipe(shards, (RECIPES | SOAK_RECIPES)[name])
+    if name == "lora":
+        write_finetuning_recipe()
+    else:
+        write_recipe(shards, (RECIPES | SOAK_RECIPES)[name])
     script = [Path(__file__).with_name("dropout_run.py")] if name == "dropout" else []
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("random_kills.py"), str(KILLS), name, *script],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import torch
 import transformers
 from tests.parity.conftest import LLAMA_SHAPE
+from tests.support.finetuning import run_config, save_base_model
 from tests.support.models import add_noise
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 import whimbrel
-from whimbrel.train import DPO, ORPO, precompute_reference
+from whimbrel.train import DPO, ORPO, precompute_reference, read_log
+from whimbrel.train import train as whimbrel_train
 from whimbrel.train.objectives import ModelObjective, Objective
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -253,3 +256,39 @@ def test_sft_on_completions(
         found, _ = run(ModelObjective(), gpt, inputs)
         torch.testing.assert_close(found, loss.detach(), **CLOSE)
         assert_equal_gradients(gpt, trainer.model)
+
+
+CHATS = [
+    [("user", "one and two"), ("assistant", "three")],
+    [("system", "Be brief."), ("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "")],
+    [("user", "x" * 20), ("assistant", "yes\n")],
+    [("user", "hé"), ("assistant", "ñ and more")],
+]
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_sft_run_on_assistant_turns(trl: Any, tmp_path: Path, packing: bool) -> None:
+    """From a jsonl file to the loss of the first step, with our tokens, masks, rows and trainer."""
+    import datasets
+
+    directory = save_base_model(tmp_path / "model", context_length=128)
+    rows = [{"messages": [{"role": role, "content": text or "-"} for role, text in chat]} for chat in CHATS]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    options = settings(tmp_path / "trl", max_length=None, assistant_only_loss=True)
+    trainer = trl.SFTTrainer(
+        transformers.AutoModelForCausalLM.from_pretrained(directory), args=trl.SFTConfig(**options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(directory, pad_token="<|im_end|>"),
+    )  # fmt: skip
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    trainer.model.train()
+    expected = trainer.compute_loss(trainer.model, dict(batch))
+
+    step = {"steps": 1, "micro_batch": len(rows), "tokens_per_step": len(rows) * 128, "clip": 1e9}
+    config = run_config(directory, data, tmp_path / "run", data={"packing": packing}, train=step)
+    whimbrel_train(config)
+    [first, *_] = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "step"]
+    assert first["supervised_tokens"] == int((batch["labels"] != -100).sum())
+    torch.testing.assert_close(torch.tensor(first["loss"]), expected.detach(), **CLOSE)
