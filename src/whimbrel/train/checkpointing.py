@@ -626,7 +626,8 @@ class AdapterState(ModuleState):
             if not parameter.requires_grad:
                 full = full_tensor(parameter.detach())
                 values = (full.codes if isinstance(full, QuantizedWeight) else full).flatten()
-                sample = values[:: max(1, len(values) // 64)].contiguous().cpu()
+                # A copy: FSDP cannot free a gathered parameter whose memory is shared with NumPy.
+                sample = values[:: max(1, len(values) // 64)].clone().cpu()
                 digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
                 digest.update(sample.view(torch.uint8).numpy().tobytes())
         _base_fingerprints[self._model] = digest.hexdigest()
