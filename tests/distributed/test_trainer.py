@@ -11,8 +11,10 @@ import pytest
 import torch
 from tests.distributed import trainer_jobs as jobs
 from tests.distributed.pool import Pool
+from tests.support.finetuning import reversal_task, run_config, save_base_model, write_chats
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.config import to_table
 from whimbrel.distributed.pipeline import check_micro_batches
 from whimbrel.model_io import load_model
 from whimbrel.train.config import CheckpointConfig, LoaderConfig, TrainerConfig, ValidationConfig
@@ -226,3 +228,21 @@ def test_unsupported_settings_are_rejected_at_startup(
         assert error.count("\n") == 0
         with pytest.raises(ConfigError, match=message):
             raise ConfigError(error)
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("lora", [{"lora": {"rank": 4}}, {}], ids=["lora", "full"])
+def test_fine_tuning_on_samples_is_that_of_one_process(
+    pool: Pool, tmp_path: Path, lora: dict[str, Any], ranks: int, parallel: dict[str, Any]
+) -> None:
+    base = save_base_model(tmp_path / "base")
+    chats = write_chats(tmp_path / "chats.jsonl", reversal_task()[0][:60])
+    train = {"steps": 6, "micro_batch": 4, "tokens_per_step": 512}
+    sections = {"data": {"val": 0.2}, "validation": {"every": 3}, "train": train, **lora}
+    one, several = (
+        to_table(run_config(base, chats, tmp_path / name, **sections)) for name in ("one", "several")
+    )  # fmt: skip
+    expected = jobs.finetune(one, {})
+    found = pool.run(ranks, jobs.finetune, several, parallel)[0]
+    assert [kind for kind, _ in found] == [kind for kind, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=TOLERANCE)

@@ -21,7 +21,9 @@ from whimbrel.train.config import (
     TrainConfig,
     TrainerConfig,
     ValidationConfig,
+    build_run_config,
 )
+from whimbrel.train.run_directory import read_log
 from whimbrel.train.trainer import BaseTrainer
 
 LENGTH, VOCAB, EXAMPLES = 12, 61, 44
@@ -160,3 +162,11 @@ def rejection(config: TrainerConfig, options: dict[str, Any]) -> str:
     except ConfigError as error:
         return str(error)
     raise AssertionError("the run was not rejected")
+
+
+def finetune(table: dict[str, Any], parallel: dict[str, Any]) -> list[tuple[str, float]]:
+    """A fine-tuning run from a configuration: training and validation losses."""
+    config = build_run_config(table | {"parallel": parallel})
+    BaseTrainer.from_config(config).train()
+    lines = read_log(config.output_dir / "log.jsonl")
+    return [(line["kind"], line["loss"]) for line in lines if "loss" in line]

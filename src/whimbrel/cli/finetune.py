@@ -262,12 +262,11 @@ def _training(config: RunConfig, rows: int) -> str:
     kind = "DoRA" if lora is not None and lora.use_dora else "LoRA"
     what = "all weights" if lora is None else f"{kind} of rank {lora.rank} on {on}"
     quantized = "" if weights is None else f", {weights} weights"
-    length = f"{config.train.epochs:g} epochs" if config.train.epochs is not None else "a number of steps"
     per_step = config.tokens_per_step // config.sequence_length
-    return (
-        f"{objective}, {what}{quantized}; {length} of {-(-rows // per_step):,} steps, {per_step} sequences each; "
-        f"learning rate {config.optim.lr:g}"
-    )
+    epoch = -(-rows // per_step)
+    steps = config.train.steps or (config.train.tokens or 0) // config.tokens_per_step
+    length = f"{steps:,} steps" if config.train.epochs is None else f"{config.train.epochs:g} epochs of {epoch:,} steps"
+    return f"{objective}, {what}{quantized}; {length}, {per_step} sequences each; learning rate {config.optim.lr:g}"
 
 
 def _memory(config: RunConfig) -> str:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from whimbrel.base.errors import CheckpointError, ConfigError
+from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.config import dump_toml, to_table
 from whimbrel.data import TokenDataLoader
 from whimbrel.model_io import load_model
@@ -177,3 +178,13 @@ def test_a_path_from_python_sets_the_architecture(make_run: MakeRun, directory: 
     assert load_run_config(config.output_dir / "config.toml").model == config.model
     with pytest.raises(ConfigError, match=r"model\.num_layers = 3 contradicts model\.path"):
         replace(config, model=ModelConfig(path=directory, num_layers=3))
+
+
+def test_adapters_are_trained_on_token_shards(make: MakeRun, directory: Path) -> None:
+    config = build_run_config(to_table(make()) | {"lora": {"rank": 4, "modules": ["q_proj", "v_proj"]}})
+    trainer = Trainer.from_config(config)
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {name for name, parameter in trainer.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name in before if "adapters" in name}
+    assert (latest_checkpoint(config.output_dir) / "model" / "adapter_config.json").is_file()
