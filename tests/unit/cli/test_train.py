@@ -124,7 +124,7 @@ def test_timed_saves_can_be_turned_off(folder: Path) -> None:
         (["train", "recipe.toml", "--lr=1"], "whimbrel: unknown setting 'lr': did you mean 'optim.lr'?"),
         (
             ["train", "recipe.toml", "--name=x"],
-            "whimbrel: unknown setting 'name': did you mean 'optim.name' or 'schedule.name'?",
+            "whimbrel: unknown setting 'name': did you mean 'optim.name' or 'schedule.name' or 'objective.name'?",
         ),
         (["train", "recipe.toml", "--train.steps=x"], "whimbrel: train.steps: expected an integer, got 'x'"),
         (
