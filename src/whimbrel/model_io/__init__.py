@@ -8,14 +8,16 @@ from whimbrel.model_io.load import (
     ModelSource,
     check_tokenizer,
     load,
+    load_base_model,
     load_model,
     load_tokenizer,
     load_weights,
     open_model,
+    read_architecture,
     read_config,
     read_generation_config,
 )
-from whimbrel.model_io.locate import ModelLocation, locate_model, resolve_model
+from whimbrel.model_io.locate import ModelLocation, locate_model
 from whimbrel.model_io.save import export_hf, merge_adapter, save_model
 from whimbrel.model_io.weights import weight_state_dict
 
@@ -33,6 +35,7 @@ __all__ = [
     "finalize_model",
     "load",
     "load_adapter",
+    "load_base_model",
     "load_model",
     "load_tokenizer",
     "load_weights",
@@ -40,9 +43,9 @@ __all__ = [
     "merge_adapter",
     "open_model",
     "read_adapter",
+    "read_architecture",
     "read_config",
     "read_generation_config",
-    "resolve_model",
     "save_adapter",
     "save_model",
     "weight_state_dict",

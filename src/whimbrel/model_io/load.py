@@ -50,10 +50,12 @@ __all__ = [
     "ModelSource",
     "check_tokenizer",
     "load",
+    "load_base_model",
     "load_model",
     "load_tokenizer",
     "load_weights",
     "open_model",
+    "read_architecture",
     "read_config",
     "read_generation_config",
 ]
@@ -162,7 +164,7 @@ def open_model(
         raise ConfigError(f"{location.directory} has no tokenizer: pass the one it was trained with (--tokenizer)")
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-    config = _read_architecture(location)
+    config = read_architecture(location)
     check_tokenizer(tokenizer, config)
     return ModelSource(location, tokenizer, read_generation_config(location, tokenizer, config.vocab_size))
 
@@ -211,16 +213,15 @@ def _load_model(
     quantize_embeddings: bool = False,
     merge: bool | None = None,
 ) -> GPT:
-    if location.base is None:
+    base = location.base
+    if base is None:
         return _load_directory(location.directory, device, dtype, quantize, quantize_embeddings)
-    if quantize is None and _stored_format(location.root) is None:
+    if quantize is None and (base.is_adapter or _stored_format(base.directory) is None):
         quantize = location.base_weights
-    model = _load_model(
-        location.base, device=device, dtype=dtype, quantize=quantize, quantize_embeddings=quantize_embeddings
+    model = load_base_model(
+        base, device=device, dtype=dtype, quantize=quantize, quantize_embeddings=quantize_embeddings
     )
-    if find_lora_config(model) is not None:  # two adapters on quantized weights
-        merge_lora(model)
-    resize_vocabulary(model, _read_architecture(location).vocab_size)
+    resize_vocabulary(model, read_architecture(location).vocab_size)
     if merge or (merge is None and format_of(model) is None):
         load_adapter(model, location.directory)
         merge_lora(model)
@@ -230,11 +231,39 @@ def _load_model(
     return model
 
 
+def load_base_model(
+    location: ModelLocation,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+    quantize_embeddings: bool = False,
+) -> GPT:
+    """Load a model for adapters to be added. If it is an adapter itself, it is merged before weights are quantized."""
+    if not location.is_adapter:
+        return _load_directory(location.directory, device, dtype, quantize, quantize_embeddings)
+    if quantize is None:
+        return _load_model(location, device=device, dtype=dtype, merge=True)
+    recipe = weight_recipe("quantize", quantize, embeddings=quantize_embeddings)
+    merged = _load_model(location, dtype=dtype, merge=True)
+    weights = dict(merged.named_parameters())
+    with torch.device("meta"):
+        model = GPT(merged.config).to(merged.token_embedding.weight.dtype)
+
+    @torch.no_grad()
+    def read(_: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name].to(parameter.device))
+
+    load_into(model, read, recipe, device=device or "cpu")
+    return model
+
+
 def _stored_format(source: Path) -> WeightFormat | None:
     return None if source.is_file() else read_config(source).weight_format
 
 
-def _read_architecture(location: ModelLocation) -> GPTConfig:
+def read_architecture(location: ModelLocation) -> GPTConfig:
     """The architecture of a model; the vocabulary of an adapter includes the tokens that were added to train it."""
     config = read_llama2c_config(location.root) if location.root.is_file() else read_config(location.root).config
     for each in location.chain:

@@ -16,7 +16,7 @@ from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO
 from whimbrel.model_io.weights import CONFIG, read_json
 from whimbrel.tokenization import ChatTemplate, load_chat_template
 
-__all__ = ["ModelLocation", "choose_checkpoint", "find_run", "locate_model", "model_path", "resolve_model"]
+__all__ = ["ModelLocation", "choose_checkpoint", "find_run", "locate_model", "model_path"]
 
 EXPECTED_PATH = "expected a run, a checkpoint, a model directory, a PEFT adapter or a llama2.c .bin file"
 
@@ -134,18 +134,6 @@ def _cached_snapshot(name: str) -> Path | None:
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
-
-
-def resolve_model(path: str | os.PathLike[str]) -> Path:
-    """As `locate_model`, but returns a directory with `config.json` (or a llama2.c file); raises for adapters."""
-    source = model_path(path)
-    if source.is_dir() and not (source / CONFIG).is_file():
-        if (source / ADAPTER_CONFIG).is_file():
-            raise CheckpointError(
-                f"expected a complete model, got the adapter {source}: merge it first with `whimbrel finalize --merge`"
-            )
-        raise CheckpointError(f"{source} has no {CONFIG}: {EXPECTED_PATH}")
-    return source
 
 
 def model_path(path: str | os.PathLike[str]) -> Path:

@@ -12,8 +12,7 @@ from whimbrel.config import apply_overrides, build, check_unused, convert, load_
 from whimbrel.data.packing import TooLong
 from whimbrel.data.sources import is_source
 from whimbrel.distributed.layout import ParallelConfig
-from whimbrel.model_io import read_config, resolve_model
-from whimbrel.model_io.llama2c import read_llama2c_config
+from whimbrel.model_io import locate_model, read_architecture
 from whimbrel.models import GPTConfig, LoraConfig, preset
 from whimbrel.optim import OptimConfig, ScheduleConfig
 from whimbrel.tokenization import TrainOn
@@ -540,7 +539,8 @@ class ModelConfig(GPTConfig):
     """The model of a run: its architecture, and the weights it starts from."""
 
     path: Path | None = None
-    """Start from the weights of a Hugging Face directory, a run or a checkpoint, which also sets the architecture."""
+    """Start from the weights of a Hugging Face directory, a run, a checkpoint or an adapter (merged with its base
+    model), which also sets the architecture."""
     weights: Literal["int8", "int4", "fp8"] | None = None
     """Quantize the linear layers of the model in path while loading it, under the adapters of [lora] (QLoRA)."""
 
@@ -577,7 +577,7 @@ class RunConfig(TrainerConfig):
         if type(model) is GPTConfig:  # from Python
             object.__setattr__(self, "model", ModelConfig.from_architecture(model))
         elif self.model.path is not None and self.model.path.exists():
-            stored, default = _read_architecture(self.model.path), GPTConfig()
+            stored, default = read_architecture(locate_model(self.model.path)), GPTConfig()
             changed = [f.name for f in fields(GPTConfig) if getattr(model, f.name) != getattr(default, f.name)]
             _check_architecture(model, stored, self.model.path, changed)
             object.__setattr__(
@@ -709,14 +709,9 @@ def _model_table(table: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("expected model.path or model.preset, got both: leave one out")
     if not path.exists() and {"num_layers", "embd_size", "vocab_size"} <= overrides.keys():
         return table  # the config.toml of a run that is resumed after its source was removed
-    stored = _read_architecture(path)
+    stored = read_architecture(locate_model(path))
     _check_architecture(build(GPTConfig, to_table(stored) | overrides, "model"), stored, path, overrides)
     return to_table(stored) | weights | {"path": str(path)}
-
-
-def _read_architecture(path: Path) -> GPTConfig:
-    source = resolve_model(path)
-    return read_llama2c_config(source) if source.is_file() else read_config(source).config
 
 
 def _check_architecture(requested: GPTConfig, stored: GPTConfig, path: Path, names: Iterable[str]) -> None:

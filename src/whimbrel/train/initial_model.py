@@ -18,7 +18,7 @@ from whimbrel.checkpoint import list_checkpoints
 from whimbrel.distributed import World
 from whimbrel.distributed.deferred_init import defer_loading, deferred_init
 from whimbrel.distributed.strategy import splits
-from whimbrel.model_io import load_model, load_weights, read_config, resolve_model
+from whimbrel.model_io import load_base_model, load_weights, locate_model, read_config
 from whimbrel.models import GPT, apply_lora, resize_vocabulary
 from whimbrel.models.lora import initialize_lora
 from whimbrel.precision import QuantizedWeight, torch_flags
@@ -84,12 +84,12 @@ def _defers(config: TrainerConfig, world: World) -> bool:
 
 def _load_model(path: Path, config: RunConfig, world: World, device: torch.device, vocab_size: int | None) -> GPT:
     """The model in `path` with its adapters; if ranks have only parts of it, `wrap_model` reads those."""
-    dtype, source = getattr(torch, config.train.default_dtype or "float32"), resolve_model(path)
-    weights, seed = config.model.weights, config.train.seed
-    stored = None if source.is_file() else read_config(source)
+    dtype, location = getattr(torch, config.train.default_dtype or "float32"), locate_model(path)
+    weights, seed, source = config.model.weights, config.train.seed, location.directory
+    stored = None if source.is_file() or location.is_adapter else read_config(source)
     grows = stored is not None and vocab_size is not None and vocab_size > stored.config.vocab_size
     if not _defers(config, world) or stored is None or stored.weight_format is not None or weights or grows:
-        model = load_model(source, dtype=dtype, quantize=weights, device=None if weights is None else device)
+        model = load_base_model(location, dtype=dtype, quantize=weights, device=None if weights is None else device)
         _resize(model, vocab_size)
         if config.lora is not None:
             apply_lora(model, config.lora, seed=seed)

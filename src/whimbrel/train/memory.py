@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed import Layout, World, apply_activation_checkpointing
-from whimbrel.model_io import read_config, resolve_model
+from whimbrel.model_io import locate_model, read_config
 from whimbrel.models import GPT, apply_lora
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.build import OPTIONS_BY_OPTIMIZER
@@ -294,7 +294,8 @@ def _frozen_format(config: RunConfig) -> str | None:
     path = config.model.path
     if config.model.weights is not None or path is None or not path.is_dir():
         return config.model.weights
-    stored = read_config(resolve_model(path)).weight_format
+    location = locate_model(path)
+    stored = None if location.is_adapter else read_config(location.directory).weight_format
     return None if stored is None else stored.name
 
 

@@ -237,8 +237,8 @@ def _save_processing_files(
 ) -> None:
     """Write tokenizer, template and generation defaults; special tokens are exactly those the template was given."""
     tokenizer.save(folder)
-    generation = source.path / GENERATION_CONFIG
-    fields = parse_json(generation.read_bytes()) if generation.is_file() else {}
+    directory = source.location.find(GENERATION_CONFIG)
+    fields = {} if directory is None else parse_json((directory / GENERATION_CONFIG).read_bytes())
     eos = [tokenizer.eot_id, *(token for token in source.generation_config.eos_token_ids if token != tokenizer.eot_id)]
     fields |= {"bos_token_id": source.generation_config.bos_token_id, "eos_token_id": eos if len(eos) > 1 else eos[0]}
     (folder / GENERATION_CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ import torch
 import whimbrel
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent, checkpoint_path
-from whimbrel.model_io import load_weights, resolve_model
+from whimbrel.model_io import load_weights, locate_model
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.tokenization import Tokenizer, train_tokenizer
 
@@ -56,7 +56,7 @@ def run(models, tokenizer, tmp_path) -> Path:
 
 
 def test_run_loads_its_newest_intact_checkpoint(models, tokenizer, run):
-    assert resolve_model(run) == checkpoint_path(run, 10) / "model"
+    assert locate_model(run).directory == checkpoint_path(run, 10) / "model"
     assert torch.equal(whimbrel.load_model(str(run)).lm_head.weight, models[10].lm_head.weight)
     assert whimbrel.load_tokenizer(str(run)).fingerprint == tokenizer.fingerprint
 
@@ -71,7 +71,7 @@ def test_model_directory_with_a_checkpoints_folder_is_not_a_run(models, run):
     directory = run / "mine"
     whimbrel.save_model(models[5], directory)
     (directory / "checkpoints").mkdir()
-    assert resolve_model(directory) == directory
+    assert locate_model(directory).directory == directory
 
 
 def test_tokenizer_loads_by_name_file_or_directory(tokenizer, tmp_path):
@@ -95,5 +95,5 @@ def test_paths_without_a_model_or_tokenizer_are_rejected(tmp_path):
 def test_directory_with_only_a_tokenizer(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     with pytest.raises(CheckpointError, match="has no config.json: expected a run"):
-        resolve_model(tmp_path)
+        locate_model(tmp_path)
     assert whimbrel.load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint

@@ -19,7 +19,7 @@ from torch._inductor.utils import clear_inductor_caches
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError, TrainingError
 from whimbrel.checkpoint import latest_checkpoint, list_checkpoints, read_component
 from whimbrel.data import write_shard
-from whimbrel.model_io import load_model, resolve_model
+from whimbrel.model_io import load_model, locate_model
 from whimbrel.models import GPT
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, read_log, train
@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
     assert [record["step"] for record in again.records] == [5, 6]
     weights = newest / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8] + b"changed!")
-    assert resolve_model(config.output_dir) == list_checkpoints(config.output_dir)[4] / "model"
+    assert locate_model(config.output_dir).directory == list_checkpoints(config.output_dir)[4] / "model"
     with pytest.raises(CheckpointError, match=r"is damaged: model/model\.safetensors has changed"):
         load_model(newest)
     assert "optimizer.safetensors" in caplog.text
