@@ -171,14 +171,15 @@ def _length(overrides: Sequence[str], epochs: float | None) -> dict[str, float]:
     return {} if is_set and epochs is None else {"epochs": 2.0 if epochs is None else epochs}
 
 
-def _device_defaults(overrides: Sequence[str], *, full: bool) -> dict[str, str]:
-    """On a GPU: bf16, also for frozen weights."""
+def _device_defaults(overrides: Sequence[str], *, full: bool) -> dict[str, Any]:
+    """On a GPU: torch.compile and bf16, also for frozen weights."""
     from whimbrel.train.device import choose_device
 
     chosen = [override.partition("=")[2] for override in overrides if override.startswith("--train.device=")]
     if choose_device(chosen[-1] if chosen else None).type != "cuda":
         return {}
-    return {"precision": "bf16"} if full else {"precision": "bf16", "default_dtype": "bfloat16"}
+    defaults = {"precision": "bf16", "compile": True}
+    return defaults if full else defaults | {"default_dtype": "bfloat16"}
 
 
 def _with_batch_size(config: RunConfig, samples: PreparedSamples, ranks: int) -> RunConfig:

@@ -37,6 +37,7 @@ SAVED_OPS = [
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     ATEN._scaled_dot_product_efficient_attention.default,
     ATEN._scaled_dot_product_cudnn_attention.default,
+    ATEN._flash_attention_forward.default,
 ]
 """Ops whose outputs selective checkpointing stores: matmuls and attention, small but slow to recompute."""
 

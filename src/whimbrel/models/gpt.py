@@ -21,9 +21,10 @@ from whimbrel.models.layers import (
     HFCache,
     HFCacheAdapter,
     KVCache,
+    Mask,
     Norm,
     RopeTable,
-    causal_mask,
+    attention_masks,
     packed_documents,
     padded_positions,
     rope_table,
@@ -89,7 +90,7 @@ class Block(nn.Module):
         self.skip = nn.Parameter(torch.tensor([1.0, 0.0])) if config.embedding_skip else None
 
     def forward(
-        self, x: Tensor, x0: Tensor | None, rope: RopeTable | None, mask: Tensor | None, cached: CachedAttention | None
+        self, x: Tensor, x0: Tensor | None, rope: RopeTable | None, mask: Mask, cached: CachedAttention | None
     ) -> Tensor:
         """Transform the residual stream `x` (batch, tokens, width); `x0` is the embedding, for `embedding_skip`."""
         if self.skip is not None and x0 is not None:
@@ -197,7 +198,8 @@ class GPT(nn.Module):
                 their number (a mean). With gradient accumulation, pass the number in the whole batch.
             return_logits: Whether to compute logits. Default: True unless `targets` are passed.
             cache: Keys and values of earlier tokens; those of `input_ids` are appended.
-            documents: (batch, tokens), a document number for each token; tokens attend only within their document.
+            documents: (batch, tokens), a document number for each token; tokens attend only within their document,
+                which ends where the number changes.
             position_ids: (batch, tokens), the position of each token in its packed sample. Without `documents`, a new
                 sample starts where positions do not increase by 1, as in transformers. Not with a cache.
             logits_to_keep: Compute logits for this many last positions only.
@@ -274,10 +276,7 @@ class GPT(nn.Module):
         # A copy, because torch.compile would compile the first block separately if two of its inputs were one tensor.
         x0 = x.clone() if config.embedding_skip else None
         rope = rope_table(config, positions) if config.position == "rope" else None
-        masks = {
-            window: causal_mask(order, window=window, documents_BT=documents)
-            for window in set(config.windows if kv_cache is None else ())
-        }
+        masks = attention_masks(config, x, order, documents) if kv_cache is None else {}
         for layer, (block, window) in enumerate(zip(self.blocks, config.windows, strict=True)):
             cached = None if kv_cache is None else partial(_attend_cached, kv_cache, positions, layer, window)
             x = block(x, x0, rope, masks.get(window), cached)
@@ -449,9 +448,9 @@ class GPTStage(nn.Module):
             x = embed(self.transformer, config, x, positions)
             x0 = x.clone() if config.embedding_skip else None
         rope = rope_table(config, positions) if config.position == "rope" else None
+        masks = attention_masks(config, x, order, documents)
         for layer, block in zip(self.layers, self.blocks, strict=True):
-            mask = causal_mask(order, window=config.windows[layer], documents_BT=documents)
-            x = block(x, x0, rope, mask, None)
+            x = block(x, x0, rope, masks[config.windows[layer]], None)
         if not self.is_last:
             return x if x0 is None else (x, x0)
         hidden = self.transformer["ln_f"](x)

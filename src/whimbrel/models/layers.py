@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.models.config import GPTConfig, RopeScaling
-from whimbrel.ops import KVView
+from whimbrel.ops import KVView, can_attend_packed, cumulative_lengths, packed_attention
 
 __all__ = [
     "MLP",
@@ -22,9 +22,12 @@ __all__ = [
     "HFCache",
     "HFCacheAdapter",
     "KVCache",
+    "Mask",
     "Norm",
+    "PackedMask",
     "RopeTable",
     "apply_rotary_emb",
+    "attention_masks",
     "causal_mask",
     "packed_documents",
     "padded_positions",
@@ -103,11 +106,32 @@ def packed_documents(position_ids: Tensor) -> Tensor:
     return (position_ids.diff(dim=-1, prepend=position_ids[:, :1]) != 1).cumsum(-1)
 
 
+class PackedMask(NamedTuple):
+    """The documents of packed rows, for a kernel that needs no mask (`packed_attention`)."""
+
+    lengths: Tensor
+    window: int | None
+
+
+Mask = Tensor | PackedMask | None
+"""Who attends to whom: a boolean mask, documents, or None for causal attention."""
+
+
+def attention_masks(
+    config: GPTConfig, x_BTC: Tensor, positions: Tensor, documents_BT: Tensor | None
+) -> dict[int | None, Mask]:
+    """The mask of each window size of a model. `positions` and `documents` are as in `causal_mask`."""
+    if documents_BT is not None and positions.dim() == 1 and can_attend_packed(x_BTC, config.head_dim):
+        lengths = cumulative_lengths(documents_BT)
+        return {window: PackedMask(lengths, window) for window in set(config.windows)}
+    return {window: causal_mask(positions, window=window, documents_BT=documents_BT) for window in set(config.windows)}
+
+
 def causal_mask(positions: Tensor, *, window: int | None = None, documents_BT: Tensor | None = None) -> Tensor | None:
     """True where a query may attend, shape (T, T) or (B, 1, T, T); None if `is_causal=True` is equivalent.
 
     `positions` is (T,), or (B, T) with negative values for padding. A query attends to itself and earlier tokens, to at
-    most `window` tokens, and only within its own document.
+    most `window` tokens, and only within its own document, which starts where the number in `documents` changes.
     """
     padded = positions.dim() == 2
     if window is not None and window >= positions.size(-1):
@@ -124,7 +148,8 @@ def causal_mask(positions: Tensor, *, window: int | None = None, documents_BT: T
         mask |= (positions < 0)[:, :, None]
         mask = mask[:, None]
     if documents_BT is not None:
-        mask = mask & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
+        runs_BT = (documents_BT.diff(dim=-1, prepend=documents_BT[:, :1]) != 0).cumsum(-1)
+        mask = mask & (runs_BT[:, None, :, None] == runs_BT[:, None, None, :])
     return mask
 
 
@@ -217,9 +242,7 @@ class Attention(nn.Module):
         """Compute the heads of one rank only, under tensor parallelism."""
         self.num_heads, self.kv_heads = self.num_heads // ranks, self.kv_heads // ranks
 
-    def forward(
-        self, x_BTC: Tensor, rope: RopeTable | None, mask: Tensor | None, cached: CachedAttention | None
-    ) -> Tensor:
+    def forward(self, x_BTC: Tensor, rope: RopeTable | None, mask: Mask, cached: CachedAttention | None) -> Tensor:
         """Attend within `x`, or through `cached` over a KV cache; without a mask, attention is causal."""
         B, T, _ = x_BTC.shape
         heads_BHTD = self.c_attn(x_BTC).view(B, T, -1, self.head_size).transpose(1, 2)
@@ -230,6 +253,8 @@ class Attention(nn.Module):
             q, k = apply_rotary_emb(q, *rope), apply_rotary_emb(k, *rope)
         if cached is not None:
             y_BHTD = cached(q, k, v)
+        elif isinstance(mask, PackedMask):
+            y_BHTD = packed_attention(q, k, v, mask.lengths, mask.window)
         else:
             y_BHTD = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, enable_gqa=self.kv_heads != self.num_heads

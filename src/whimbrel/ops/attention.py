@@ -1,4 +1,4 @@
-"""Attention over a KV cache: the keys and values (`KVView`), attention (`attend`), writes to a paged cache."""
+"""Attention over a KV cache (`KVView`, `attend`, `write_blocks`), and within the documents of packed rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from whimbrel.ops.lowbit import GroupCodec
 
-__all__ = ["KVView", "attend", "attend_reference", "write_blocks"]
+__all__ = [
+    "KVView",
+    "attend",
+    "attend_reference",
+    "can_attend_packed",
+    "cumulative_lengths",
+    "packed_attention",
+    "write_blocks",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +116,50 @@ def _mask(view: KVView, positions: Tensor, slots: int, window: int | None) -> Te
     # A padding query would attend to nothing and yield NaN, so let it attend to everything.
     mask |= (positions < 0)[..., :, None]
     return mask if mask.dim() == 2 else mask[:, None]
+
+
+# Packed rows: a row has several documents, each of which attends only to itself
+
+
+def can_attend_packed(x: Tensor, head_size: int) -> bool:
+    """Whether `packed_attention` supports queries of the device and dtype of `x`, and flash attention is enabled."""
+    supported = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and head_size <= 256 and head_size % 8 == 0
+    # The number of documents is known only on the device: reading it would break a compiled graph.
+    return supported and torch.backends.cuda.flash_sdp_enabled() and not torch.compiler.is_compiling()
+
+
+def cumulative_lengths(documents_BT: Tensor) -> Tensor:
+    """First token of each document in the flattened batch, and the number of tokens: (documents + 1,), int32.
+
+    A document starts where the number changes, and at the start of a row. Synchronizes with a GPU.
+    """
+    if has_torch_function_unary(documents_BT):
+        return handle_torch_function(cumulative_lengths, (documents_BT,), documents_BT)
+    starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = documents_BT.diff(dim=1) != 0
+    starts = starts_BT.flatten().nonzero().flatten()
+    lengths = F.pad(starts, (0, 1), value=documents_BT.numel()).int()
+    torch._dynamo.mark_dynamic(lengths, 0)  # compile once for any number of documents
+    return lengths
+
+
+def packed_attention(
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, lengths: Tensor, window: int | None = None
+) -> Tensor:
+    """Causal attention within documents, with flash attention for sequences of different lengths.
+
+    Equal to `scaled_dot_product_attention` with the mask of the documents, but no work is done between documents.
+    `lengths` is from `cumulative_lengths`; a query attends to the last `window` tokens of its document.
+    """
+    if not torch.compiler.is_compiling() and has_torch_function_unary(q_BHTD):
+        return handle_torch_function(packed_attention, (q_BHTD,), q_BHTD, k_BHTD, v_BHTD, lengths, window)
+    B, _, T, _ = q_BHTD.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BHTD, v_BHTD))
+    y, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, lengths, lengths, T, T,
+        dropout_p=0.0, is_causal=True, return_debug_mask=False,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+    )  # fmt: skip
+    y_BHTD: Tensor = y.unflatten(0, (B, T)).transpose(1, 2)
+    return y_BHTD

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from whimbrel.ops import cumulative_lengths, packed_attention
 from whimbrel.ops.cross_entropy import fused_loss_and_gradient_
 
 __all__ = ["MemoryTracker", "allocated_bytes", "simulated_device"]
@@ -245,6 +246,17 @@ def _attention(query: Tensor, *args: Any, **settings: Any) -> Tensor:
         return F.scaled_dot_product_attention(query, *args, **settings)
 
 
+def _packed_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    """Saves what causal attention without documents saves."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+
+def _cumulative_lengths(documents: Tensor) -> Tensor:
+    """The number of documents does not matter."""
+    return torch.empty(documents.shape[0] + 1, dtype=torch.int32, device=documents.device)
+
+
 def _loss_and_gradient_(logits: Tensor, *_: Any) -> Tensor:
     """The fused kernel works in place on the logits and returns one loss per row."""
     return torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
@@ -256,6 +268,8 @@ IS_CUDA = cast(Any, Tensor.is_cuda).__get__
 GPU_KERNELS: dict[Any, Callable[..., Tensor]] = {
     F.rms_norm: _rms_norm,
     F.scaled_dot_product_attention: _attention,
+    packed_attention: _packed_attention,
+    cumulative_lengths: _cumulative_lengths,
     fused_loss_and_gradient_: _loss_and_gradient_,
 }
 """Functions whose GPU kernels allocate or save different tensors than their CPU kernels."""

@@ -221,6 +221,9 @@ def test_tokens_attend_only_within_their_document(kind):
     for row, cut in enumerate((8, 13)):
         apart = [model(part).logits[0] for part in x[row : row + 1].tensor_split([cut], dim=1)]
         torch.testing.assert_close(together[row], torch.cat(apart), atol=1e-4, rtol=1e-4)
+    reused = torch.tensor([[0] * 8 + [1] * 12, [5] * 13 + [6] * 4 + [5] * 3])  # a new document where the number changes
+    apart = [model(part).logits[0] for part in x[1:].split([13, 4, 3], dim=1)]
+    torch.testing.assert_close(model(x, documents=reused).logits[1], torch.cat(apart), atol=1e-4, rtol=1e-4)
 
 
 def test_token_ids_outside_the_vocabulary_are_rejected():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whimbrel.cache import DynamicCache
 from whimbrel.distributed.activation_checkpoint import apply_activation_checkpointing
@@ -96,3 +97,32 @@ def test_masks_and_caches_agree_with_the_cpu(name, dtype):
         torch.testing.assert_close(model(x, documents=documents.cuda()).logits.float().cpu(), apart, **tolerance)
         parts = [model(part, cache=cache).logits for part in x.split([150, 1, 49], dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1).float().cpu(), expected, **tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("window", [None, 50])
+def test_packed_attention_has_the_gradients_of_masked_attention(window, recompute, compiled):
+    """Flash attention over documents against the mask of all pairs of tokens, for any number of documents."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = build("llama3-8b", embd_init_std=0.02, sliding_window=window).to("cuda")
+    apply_activation_checkpointing(model, recompute, compiled=compiled)
+    for block in model.blocks if compiled else ():
+        block.compile(fullgraph=True)
+    generator = torch.Generator().manual_seed(1)
+    for num_documents in (1, 3, 10):
+        x = torch.randint(1000, (2, 256), generator=generator).cuda()
+        documents = torch.randint(num_documents, (2, 256), generator=generator).sort(dim=1).values.cuda()
+        losses, gradients = [], []
+        for kernels in ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.MATH]):
+            model.zero_grad()
+            with sdpa_kernel(kernels), torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(x, targets=x, documents=documents).loss
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+        assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[1].norm()
+    assert counters["stats"]["unique_graphs"] <= 4  # documents or mask; the input of the first block has other guards

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whimbrel.ops import KVView, attend, attend_reference, write_blocks
+from whimbrel.ops import KVView, attend, attend_reference, cumulative_lengths, write_blocks
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, position: int, key_positions: list[int], window: int | None) -> Tensor:
@@ -127,3 +127,9 @@ def test_write_blocks_stores_keys_and_values(device: str, dtype: torch.dtype, he
         for slot, row in zip(slots.tolist(), new, strict=True):
             expected[slot] = row
         assert torch.equal(blocks, expected.view_as(blocks))
+
+
+def test_cumulative_lengths_of_documents() -> None:
+    documents = torch.tensor([[0, 0, 0, 1], [1, 2, 2, 0]])
+    assert cumulative_lengths(documents).tolist() == [0, 3, 4, 5, 7, 8]
+    assert cumulative_lengths(documents).dtype == torch.int32
