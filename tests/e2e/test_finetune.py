@@ -98,6 +98,7 @@ def test_dry_run_writes_the_config_and_trains_nothing(workdir: Path, capsys: pyt
     assert not Path("run/checkpoints").exists()
     config = load_run_config(Path("run/config.toml"))
     assert (config.objective.name, config.model.weights) == ("dpo", "int4")
+    assert config.model.path == Path("base").resolve()
     assert config.lora is not None
     assert config.lora.use_rslora
 

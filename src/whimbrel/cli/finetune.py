@@ -86,7 +86,7 @@ def finetune(
     train = {"clip": 1.0, **_device_defaults(context.args, full=full), **_length(context.args, epochs)}
     table = {
         "output_dir": str(out_dir),
-        "model": {"path": str(_local_model(model)), **_given(weights=weights)},
+        "model": {"path": str(_local_model(model).resolve()), **_given(weights=weights)},
         "data": {
             "path": data, "train_on": train_on, "too_long": too_long, "skip_bad": skip_bad,
             **_given(format=data_format, template=template, val=val, sequence_length=sequence_length),

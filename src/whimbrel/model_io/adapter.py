@@ -42,6 +42,7 @@ __all__ = [
     "Adapter",
     "AdapterModule",
     "adapter_config",
+    "base_reference",
     "load_adapter",
     "load_adapter_weights",
     "read_adapter",
@@ -289,8 +290,8 @@ def save_adapter(
 ) -> None:
     """Write the adapters of a model as a PEFT directory, atomically.
 
-    `base_model` is recorded as the path or hub id of the base model; default: what the model was loaded from. `state`
-    has tensors to save instead of the current ones, by parameter name.
+    `base_model` is recorded as the path or hub id of the base model; default: `base_reference` of what the model was
+    loaded from. `state` has tensors to save instead of the current ones, by parameter name.
     """
     table = adapter_config(model, base_model=base_model)
     tensors = dict(lora_parameters(model)) if state is None else state
@@ -310,12 +311,14 @@ def adapter_config(model: GPT, *, base_model: str | None = None) -> dict[str, An
     if config is None:
         raise ConfigError("expected a model with adapters, got one without: call apply_lora first")
     settings = _settings(model)
+    name, revision = (base_model, None) if base_model is not None else base_reference(model.name_or_path)
     ranks = {module: rank for module, (rank, _) in settings.items() if rank != config.rank}
     alphas = {module: _number(alpha) for module, (_, alpha) in settings.items() if alpha != config.alpha}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model.name_or_path if base_model is None else base_model,
+        "base_model_name_or_path": name,
+        "revision": revision,
         "r": config.rank,
         "lora_alpha": _number(config.alpha),
         "lora_dropout": config.dropout,
@@ -330,6 +333,20 @@ def adapter_config(model: GPT, *, base_model: str | None = None) -> dict[str, An
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def base_reference(path: str | os.PathLike[str] | None) -> tuple[str | None, str | None]:
+    """Name and revision under which an adapter records its base model.
+
+    A snapshot in the cache of huggingface_hub is recorded as the id of the model, other directories by absolute path.
+    """
+    if path is None or not Path(path).exists():
+        return None if path is None else str(path), None
+    directory = Path(path).resolve()
+    repository, folder, revision = ("", *directory.parts)[-3:]
+    if folder == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/"), revision
+    return str(directory), None
 
 
 def _number(value: float) -> int | float:

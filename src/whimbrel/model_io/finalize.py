@@ -16,7 +16,7 @@ from whimbrel import __version__
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_directory, format_bytes
 from whimbrel.config import dump_toml
-from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO
+from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO, base_reference
 from whimbrel.model_io.load import load_model, read_config
 from whimbrel.model_io.locate import ModelLocation
 from whimbrel.model_io.save import copy_model, copy_text_files, exportable_location
@@ -173,8 +173,9 @@ def finalize_adapter(
         table = read_json(location.directory / ADAPTER_CONFIG)
         base_model = table.get("base_model_name_or_path")
         if base is not None or not base_model or Path(base_model).exists():  # else the id of a hub model
-            base_model = str(location.base.directory.absolute())
-        write_json(directory / ADAPTER_CONFIG, table | {"base_model_name_or_path": base_model})
+            base_model, revision = base_reference(location.base.directory)
+            table |= {"base_model_name_or_path": base_model, "revision": revision}
+        write_json(directory / ADAPTER_CONFIG, table)
         for name in (ADAPTER_WEIGHTS, BASE_INFO):
             if (location.directory / name).is_file():
                 shutil.copyfile(location.directory / name, directory / name)

@@ -83,8 +83,8 @@ def locate_model(
 ) -> ModelLocation:
     """The model directory of a run or checkpoint, or the path itself; raises CheckpointError if there is none.
 
-    The base model of an adapter is `base`, else `model.path` of the run that trained it, else the one named in
-    `adapter_config.json`: a path, or the id of a model in the cache of huggingface_hub.
+    The base model of an adapter is `base`, else the one named in `adapter_config.json` (a path, or the id of a model
+    in the cache of huggingface_hub), else `model.path` of the run that trained it.
     """
     return _locate(path, base, ())
 
@@ -111,12 +111,12 @@ def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:
     """The base model of the adapter in `directory`, which `path` was resolved to."""
     run = find_run(path) or find_run(directory)
     settings: Any = load_toml(run / "config.toml") if run is not None and (run / "config.toml").is_file() else {}
-    recorded = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
-    names = [name for name in (settings.get("model", {}).get("path"), recorded) if name]
+    table = read_json(directory / ADAPTER_CONFIG)
+    names = [name for name in (table.get("base_model_name_or_path"), settings.get("model", {}).get("path")) if name]
     for name in names:
         if Path(name).exists():
             return Path(name)
-        if (cached := _cached_snapshot(str(name))) is not None:
+        if (cached := _cached_snapshot(str(name), table.get("revision"))) is not None:
             return cached
     if not names:
         raise CheckpointError(f"{directory} is an adapter that names no base model: pass it (--base)")
@@ -125,13 +125,13 @@ def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:
     )
 
 
-def _cached_snapshot(name: str) -> Path | None:
+def _cached_snapshot(name: str, revision: str | None) -> Path | None:
     """The files of a hub model that were downloaded before."""
     from huggingface_hub import snapshot_download  # slow to import
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
 

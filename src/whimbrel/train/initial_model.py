@@ -106,7 +106,7 @@ def _load_model(path: Path, config: RunConfig, world: World, device: torch.devic
                 initialize_lora(model, seed)
 
         defer_loading(model, load)
-    model.name_or_path = str(path)
+    model.name_or_path = str(source)  # of a run, the checkpoint: a later one may have other weights
     return model
 
 

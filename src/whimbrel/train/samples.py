@@ -22,7 +22,7 @@ from whimbrel.data.conversations import ConversationReader, ReadReport
 from whimbrel.data.packing import SampleStats, TokenizedSamples, tokenize_samples
 from whimbrel.data.sources import resolve_source
 from whimbrel.distributed import World
-from whimbrel.model_io import ModelSource, open_model
+from whimbrel.model_io import ModelSource, locate_model, open_model
 from whimbrel.tokenization import ChatTemplate, Tokenizer, apply_builtin_template, load_chat_template, load_tokenizer
 from whimbrel.tokenization.chat_template import TEMPLATE_FILE
 from whimbrel.train.config import RunConfig
@@ -113,9 +113,10 @@ def _ensure_written(config: RunConfig, directory: Path) -> None:
     if (directory / REQUEST_FILE).is_file() and not config.overwrite_output_dir:
         found = parse_json((directory / REQUEST_FILE).read_bytes())
         changed = [name for name, value in request.items() if value != found.get(name)]
-        if not changed:
+        if not changed or (resumes and changed == ["model.path"]):  # the base model may have been moved
             return
         if resumes:
+            changed = [name for name in changed if name != "model.path"]
             raise DataError(
                 f"{changed[0]} is not what the run in {config.output_dir} was started with (expected "
                 f"{_short(found.get(changed[0]))}, got {_short(request[changed[0]])}): restore it, or choose another "
@@ -131,7 +132,7 @@ def _request(config: RunConfig) -> dict[str, Any]:
     assert data.sources is not None
     names = ("format", "template", "train_on", "packing", "too_long", "skip_bad", "val")
     request = {
-        "model.path": str(config.model.path),
+        "model.path": str(_model_path(config).resolve()),
         **{f"data.{name}": getattr(data, name) for name in names},
         "data.sequence_length": config.sequence_length,
         "train.seed": config.train.seed,
@@ -139,6 +140,7 @@ def _request(config: RunConfig) -> dict[str, Any]:
     }
     content: dict[str, Callable[[], Any]] = {
         "the tokenizer": lambda: open_model(_model_path(config)).tokenizer.fingerprint,
+        "the chat template": lambda: _template_source(config),
         "the content of data.path": lambda: _records(data.sources or ()),
         "the content of validation.path": lambda: None if validation is None else _records([str(validation)]),
     }
@@ -154,6 +156,12 @@ def _request(config: RunConfig) -> dict[str, Any]:
 def _model_path(config: RunConfig) -> Path:
     assert config.model.path is not None  # checked by RunConfig
     return config.model.path
+
+
+def _template_source(config: RunConfig) -> str | None:
+    """The template of the model, unless data.template replaces it."""
+    template = None if config.data.template is not None else locate_model(_model_path(config)).chat_template()
+    return None if template is None else template.source
 
 
 def _records(sources: Sequence[str]) -> list[dict[str, Any]]:

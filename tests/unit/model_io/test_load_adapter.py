@@ -121,6 +121,17 @@ def test_base_of_a_run_is_that_of_its_config(base, adapter, tmp_path):
         assert torch.equal(logits(whimbrel.load_model(path)), expected)
 
 
+def test_a_relative_base_is_recorded_by_its_absolute_path(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_adapter(adapted(Path("base")), "adapter")
+    save_adapter(adapted(Path("base")), "named", base_model="owner/name")
+    recorded = [json.loads(Path(name, "adapter_config.json").read_text()) for name in ("adapter", "named")]
+    assert [table["base_model_name_or_path"] for table in recorded] == [str(base), "owner/name"]
+    expected = logits(whimbrel.load_model("adapter"))
+    monkeypatch.chdir(Path(tmp_path.anchor))
+    assert torch.equal(logits(whimbrel.load_model(tmp_path / "adapter")), expected)
+
+
 def test_a_missing_base_is_reported_with_the_remedy(base, adapter, tmp_path):
     expected = logits(whimbrel.load_model(adapter))
     moved = base.rename(tmp_path / "moved")
@@ -142,13 +153,17 @@ def test_a_base_model_in_the_hub_cache(base, adapter, tmp_path, monkeypatch):
     cached = tmp_path / "hub" / "models--someone--base"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(base, cached / "snapshots" / ("0" * 40))
+    snapshot = Path(shutil.copytree(base, cached / "snapshots" / ("0" * 40)))
+    save_adapter(adapted(snapshot), tmp_path / "snapshot")
+    recorded = json.loads((tmp_path / "snapshot" / "adapter_config.json").read_text())
+    assert (recorded["base_model_name_or_path"], recorded["revision"]) == ("someone/base", "0" * 40)
     table = json.loads((adapter / "adapter_config.json").read_text())
     for name in ("someone/base", "someone/else"):
         (adapter / "adapter_config.json").write_text(json.dumps(table | {"base_model_name_or_path": name}))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
         if name == "someone/base":
-            assert torch.equal(logits(whimbrel.load_model(adapter)), expected)
+            for path in (adapter, tmp_path / "snapshot"):
+                assert torch.equal(logits(whimbrel.load_model(path)), expected)
             finalize_adapter(adapter, tmp_path / "copy")
             assert json.loads((tmp_path / "copy/adapter_config.json").read_text())["base_model_name_or_path"] == name
         else:

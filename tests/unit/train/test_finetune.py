@@ -168,6 +168,26 @@ def test_samples_are_tokenized_once_and_checked_on_resume(base: Path, chats: Pat
     assert len(prepare_samples(replace(config, overwrite_output_dir=True)).train) > len(first.train)
 
 
+def test_a_run_resumes_from_another_directory_and_with_a_moved_base(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_base_model(tmp_path / "base")
+    train(run_config(Path("base"), chats, tmp_path / "run", train={"steps": 2}, **LORA))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    chats.unlink()
+    train(run_config(Path("../base"), chats, tmp_path / "run", train={"steps": 4}, **LORA))
+    moved = (tmp_path / "base").rename(tmp_path / "moved")
+    train(run_config(moved, chats, tmp_path / "run", train={"steps": 6}, **LORA))
+    assert len(losses(tmp_path / "run")) == 6
+    load_model(tmp_path / "run")
+    (moved / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    with pytest.raises(DataError, match="the chat template is not what the run"):
+        train(run_config(moved, chats, tmp_path / "run", train={"steps": 8}, **LORA))
+
+
 def test_a_started_directory_without_checkpoint_gets_new_samples(base: Path, chats: Path, tmp_path: Path) -> None:
     before = prepare_samples(run_config(base, chats, tmp_path / "run"))
     after = prepare_samples(run_config(base, chats, tmp_path / "run", data={"train_on": "all"}))
