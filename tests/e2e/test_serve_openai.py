@@ -247,7 +247,8 @@ def test_errors_raise_the_client_exceptions(client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with pytest.raises(openai.BadRequestError) as excinfo:
         client.chat.completions.create(model="tiny", messages=user, tools=[tool])
-    assert (excinfo.value.param, excinfo.value.code) == ("tools", "unsupported_parameter")
+    assert (excinfo.value.param, excinfo.value.code) == ("tools", "invalid_value")
+    assert "no place for tools" in excinfo.value.message
     with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
         client.chat.completions.create(model="tiny", messages=user, response_format={"type": "json_object"})
     with pytest.raises(openai.BadRequestError, match="suffix is not supported"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import codecs
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from whimbrel.base.errors import RequestError
 from whimbrel.tokenization import Tokenizer
 from whimbrel.tokenization.bpe import BYTE_DECODER
 
-__all__ = ["Detokenizer", "StopStrings", "TextStream", "stream_text"]
+__all__ = ["Detokenizer", "StopStrings", "TextStream", "partial_match", "stream_text"]
 
 TEXT_SEPARATOR = "\n\n"
 """Replaces an end-of-text token in the middle of the output."""
@@ -36,10 +36,21 @@ class Detokenizer:
     `tokenizers.decoders.DecodeStream` fails on invalid UTF-8 from byte tokens, which models do generate.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prefix_ids: Sequence[int] = (), *, keep_special: bool = False) -> None:
-        """Continue after the tokens `prefix_ids`. Special tokens are skipped unless `keep_special`."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prefix_ids: Sequence[int] = (),
+        *,
+        keep_special: bool = False,
+        kept_tokens: Collection[str] = (),
+    ) -> None:
+        """Continue after the tokens `prefix_ids`. Special tokens are skipped, unless `keep_special`, or `kept_tokens`
+        contains them.
+        """
         added = {} if keep_special else tokenizer.pipeline.get_added_tokens_decoder()
-        self._skipped = {token for token, added_token in added.items() if added_token.special}
+        special = {token: added_token.content for token, added_token in added.items() if added_token.special}
+        self._skipped = special.keys()
+        self._kept = {token: content.encode() for token, content in special.items() if content in kept_tokens}
         self._pipeline, self._keep_special = tokenizer.pipeline, keep_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._last: list[int] = []  # the previous token with text
@@ -81,6 +92,8 @@ class Detokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token would add to the text."""
+        if token in self._kept:
+            return self._kept[token]
         key = (*self._last, token)
         if key not in self._token_bytes:
             if len(self._token_bytes) == MAX_CACHED_TOKENS:
@@ -132,7 +145,7 @@ class StopStrings:
         if matches:
             self.found, self._held_back = True, ""
             return text[: min(matches)[1]]
-        safe = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        safe = len(text) - max(partial_match(text, stop) for stop in self._stops)
         self._held_back = text[safe:]
         return text[:safe]
 
@@ -142,7 +155,7 @@ class StopStrings:
         return held_back
 
 
-def _overlap(text: str, stop: str) -> int:
+def partial_match(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
@@ -153,9 +166,17 @@ class TextStream:
     The prompt determines the spacing of the first piece.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stops: Sequence[str] = (),
+        *,
+        kept_tokens: Collection[str] = (),
+    ) -> None:
+        """`kept_tokens` are special tokens that become text; others are skipped."""
         self._eot_id = tokenizer.eot_id
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, kept_tokens=kept_tokens)
         self._stops = StopStrings(stops)
 
     @property

@@ -263,10 +263,13 @@ class LLM:
         messages: Sequence[Message],
         sampling: SamplingParams | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         adapter: str | None = None,
         **options: Any,
     ) -> RequestOutput:
         """The answer to a conversation, rendered with the model's or the adapter's chat template.
+
+        `tools` are JSON schemas of functions; calls are part of the text.
 
         Other options are those of `generate`.
         """
@@ -274,7 +277,7 @@ class LLM:
             raise RequestError("expected a tokenizer to chat, got none: pass tokenizer to LLM")
         source = self._source(adapter)
         template = self.template if source is None else source.chat_template() or DEFAULT_CHAT_TEMPLATE
-        ids = template.encode(self.tokenizer, messages)
+        ids = template.encode(self.tokenizer, messages, tools=tools)
         stop = (*template.stop_strings, *options.pop("stop", ()))
         [output] = self.generate([ids], sampling, stop=stop, adapter=adapter, **options)
         return output

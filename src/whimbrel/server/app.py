@@ -39,6 +39,7 @@ from whimbrel.server.schema import (
 )
 from whimbrel.server.served_model import Prompt, ServedModel
 from whimbrel.server.streaming import ChatFormat, CompletionFormat, PromptContext, ResponseBuilder, ResponseFormat
+from whimbrel.server.tool_calls import find_parser
 from whimbrel.server.worker import EngineProtocol, Worker
 
 __all__ = ["Service"]
@@ -183,15 +184,15 @@ class Service:
         """Generate the next message of a conversation."""
         model = self._check_request(body, 1)
         max_new_tokens = self.worker.context_length if body.max_new_tokens is None else body.max_new_tokens
-        messages = [message.model_dump() for message in body.messages]
-        for message in messages:
-            message["role"] = "system" if message["role"] == "developer" else message["role"]
+        messages = [message.for_template() for message in body.messages]
+        tools = None if body.tool_choice == "none" else body.tools or None
         prompt = await _run_in_thread(
-            self._chat_threads, model.encode_chat, messages, self._max_prompt_tokens(max_new_tokens)
+            self._chat_threads, model.encode_chat, messages, self._max_prompt_tokens(max_new_tokens), tools
         )
+        parser = tools and find_parser(model.chat_template, {tool["function"]["name"] for tool in tools})
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         stops = [*(body.stop or ()), *model.chat_template.stop_strings]
-        contexts = [PromptContext(prompt, stops, echo=False)]
+        contexts = [PromptContext(prompt, stops, echo=False, tool_parser=parser or None)]
         engine_requests = [self._engine_request(model, body, prompt, max_new_tokens, logprobs)]
         response_format = ChatFormat(model.token_texts, with_logprobs=bool(body.logprobs))
         return await self._respond(model, body, request, contexts, engine_requests, response_format)
@@ -277,6 +278,9 @@ class Service:
                 schemas[name]["properties"]["seed"]["anyOf"][0]["maximum"] = 2**63 - 1
             [parameter] = document["paths"]["/v1/models/{name}"]["get"]["parameters"]
             parameter["schema"]["enum"] = list(self.models)
+            if not any(each.chat_template.features.reads_tools for each in self.models.values()):
+                for name, field in (("ChatCompletionRequest", "tools"), ("Message", "tool_calls")):
+                    del schemas[name]["properties"][field]
             prompt = schemas["CompletionRequest"]["properties"]["prompt"]
             _limit_token_ids(prompt, self.model.model.config.vocab_size - 1)
             app.openapi_schema = document

@@ -5,6 +5,7 @@ Validation is strict: unknown fields, wrong types and unsupported options are re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -24,7 +25,7 @@ __all__ = [
     "ModelList",
 ]
 
-MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_LOGPROBS, MAX_BIASES = 64, 16, 256, 20, 1024
+MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_LOGPROBS, MAX_BIASES, MAX_TOOLS = 64, 16, 256, 20, 1024, 128
 
 # Fields of OpenAI's API that are not supported, each with the values that are accepted because they have no effect.
 UNSUPPORTED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}
@@ -35,7 +36,7 @@ UNSUPPORTED_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (),
+    "parallel_tool_calls": (True,),
     "prediction": (),
     "prompt_cache_key": (),
     "prompt_cache_options": (),
@@ -45,8 +46,6 @@ UNSUPPORTED_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -54,10 +53,7 @@ UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "name": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 
@@ -141,6 +137,40 @@ def _validate_logit_bias(value: Any) -> dict[int, float]:
     return {int(token): float(bias) for token, bias in value.items()}
 
 
+def _validate_tools(value: Any) -> list[dict[str, Any]]:
+    """Check the fields that the server uses; the objects stay as they are, since the chat template renders them."""
+    expected = "expected tools like {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise_invalid("tools", f"expected tools to be a list of at most {MAX_TOOLS} functions")
+    for tool in value:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise_invalid("tools", expected)
+        for name, kind in (("description", str), ("parameters", dict), ("strict", bool)):
+            if not isinstance(function.get(name), kind | None):
+                raise_invalid("tools", f"{expected}, got {name} of type {type(function[name]).__name__}")
+        if function.get("strict"):
+            raise_invalid("tools", "strict is not supported: leave it out", code="unsupported_parameter")
+    return value
+
+
+def _validate_tool_choice(value: Any) -> Any:
+    if value not in ("auto", "none"):
+        raise_invalid("tool_choice", "expected tool_choice to be 'auto' or 'none': a call cannot be forced")
+    return value
+
+
+def _validate_arguments(value: Any) -> Any:
+    """The arguments of a call as an object, which templates expect; OpenAI's API has them as a JSON string."""
+    try:
+        arguments = json.loads(value or "{}") if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(value, str) or not isinstance(arguments, dict):
+        raise_invalid("messages", "expected the arguments of a tool call to be the JSON of an object")
+    return arguments
+
+
 def _join_content(value: Any) -> Any:
     """The text of a message; text parts are joined."""
     if not isinstance(value, list):
@@ -165,6 +195,40 @@ class TextPart(StrictModel):
 
     type: Literal["text"]
     text: str
+
+
+class Function(BaseModel):
+    """A function that the model can call."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
+    strict: Literal[False] | None = None
+    """Constrained arguments are not supported."""
+
+
+class Tool(BaseModel):
+    """A tool, rendered by the chat template with all of its fields."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionCall(StrictModel):
+    """Name and arguments of a call."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_validate_arguments, json_schema_input_type=str)]
+    """The JSON of an object."""
+
+
+class MessageToolCall(StrictModel):
+    """A call that the assistant made."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
 
 
 INTEGER = BeforeValidator(_integer)
@@ -192,6 +256,11 @@ Stops = Annotated[
     PlainValidator(_validate_stop, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]),
 ]
 LogitBias = Annotated[dict[int, float], PlainValidator(_validate_logit_bias, json_schema_input_type=_Biases)]
+Tools = Annotated[
+    list[dict[str, Any]],
+    PlainValidator(_validate_tools, json_schema_input_type=Annotated[list[Tool], Field(max_length=MAX_TOOLS)]),
+]
+ToolChoice = Annotated[Literal["auto", "none"], BeforeValidator(_validate_tool_choice)]
 TextContent = Annotated[str, BeforeValidator(_join_content, json_schema_input_type=str | list[TextPart])]
 
 
@@ -206,6 +275,27 @@ BOTH_MAX_TOKENS: dict[str, Any] = {
     "properties": {name: {"type": "integer"} for name in ("max_tokens", "max_completion_tokens")},
     "required": ["max_tokens", "max_completion_tokens"],
 }
+
+
+def _only_with_role(field: str, field_type: dict[str, Any], role: str) -> dict[str, Any]:
+    """JSON schema: `field` may only be set in messages with this role."""
+    field_is_set = {"properties": {field: field_type}, "required": [field]}
+    return {"if": field_is_set, "then": {"properties": {"role": {"const": role}}}}
+
+
+_NON_EMPTY_STRING, _NON_EMPTY_LIST = {"type": "string", "minLength": 1}, {"type": "array", "minItems": 1}
+_HAS_CONTENT = {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]}
+_HAS_TOOL_CALLS = {"properties": {"tool_calls": _NON_EMPTY_LIST}, "required": ["tool_calls"]}
+MESSAGE_FIELDS_BY_ROLE: list[Any] = [
+    _only_with_role("tool_calls", _NON_EMPTY_LIST, "assistant"),
+    _only_with_role("tool_call_id", _NON_EMPTY_STRING, "tool"),
+    _only_with_role("name", _NON_EMPTY_STRING, "tool"),
+    {"anyOf": [_HAS_CONTENT, _HAS_TOOL_CALLS]},
+    {
+        "if": {"properties": {"role": {"const": "tool"}}},
+        "then": {"properties": {"tool_call_id": {"type": "string"}}, "required": ["tool_call_id"]},
+    },
+]
 
 
 class StreamOptions(StrictModel):
@@ -285,13 +375,41 @@ class CompletionRequest(GenerationRequest):
 class Message(StrictModel):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: TextContent
+    model_config = ConfigDict(json_schema_extra={"allOf": MESSAGE_FIELDS_BY_ROLE})
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: TextContent | None = None
+    """Text, or text parts; null only in a message with tool_calls."""
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Calls that the assistant made."""
+    tool_call_id: str | None = None
+    """In a message of role tool, the id of the call whose result it is."""
+    name: str | None = None
+    """In a message of role tool, the function that was called, for chat templates that use it."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, body: Any) -> Any:
         return _drop_no_effect_fields(body, cls.model_fields, UNSUPPORTED_IN_MESSAGES)
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
+            if getattr(self, name) and self.role != role:
+                raise_invalid("messages", f"{name} is only supported in messages of role {role}")
+        if self.content is None and not self.tool_calls:
+            raise_invalid("messages", f"expected content in a message of role {self.role}, got none")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise_invalid("messages", "expected tool_call_id in a message of role tool, got none")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with the fields and roles that chat templates know."""
+        message = {name: value for name, value in self.model_dump().items() if value not in (None, [])}
+        return message | {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -309,6 +427,10 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     """The conversation so far."""
+    tools: Tools | None = None
+    """Functions that the model can call, rendered by its chat template."""
+    tool_choice: ToolChoice | None = None
+    """With "none", tools are left out. (default: "auto", the model decides)"""
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
     """Maximum number of new tokens. (default: the rest of the context)"""
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
@@ -340,6 +462,7 @@ class ChatCompletionRequest(GenerationRequest):
 # Responses. These models document the bodies in /openapi.json; `streaming` writes them.
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ModelCard(BaseModel):
@@ -417,12 +540,28 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    """Name of a function, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call in the assistant's message."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
-    """The assistant's message."""
+    """The assistant's message; content is null if it only has tool calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] = []
 
 
 class ChatCompletionChoice(BaseModel):
@@ -431,7 +570,7 @@ class ChatCompletionChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletionResponse(BaseModel):

@@ -98,10 +98,15 @@ class ServedModel:
             for prompt in prompts
         ]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Prompt:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Prompt:
         """Encode a conversation; ApiError if it has more than `max_tokens`. Slow: run it in a thread."""
         self._check_characters(sum(len(message["content"]) for message in messages), "messages", max_tokens)
-        ids = self.chat_template.encode(self.tokenizer, messages, max_tokens=max_tokens)
+        ids = self.chat_template.encode(self.tokenizer, messages, tools=tools, max_tokens=max_tokens)
         _check_length(ids, "messages", max_tokens)
         return Prompt("", tuple(ids))
 

@@ -10,7 +10,7 @@ import json
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from whimbrel.inference.detokenizer import Detokenizer
 from whimbrel.server.errors import ApiError, json_response
 from whimbrel.server.schema import GenerationRequest
 from whimbrel.server.served_model import Prompt, ServedModel, TokenTexts
+from whimbrel.server.tool_calls import ToolCall, ToolCallParser
 from whimbrel.server.worker import Job, non_finite_logits_error
 from whimbrel.tokenization import Tokenizer
 
@@ -55,15 +56,17 @@ class Delta:
     text: str = ""
     tokens: list[ScoredToken] = field(default_factory=list)
     finish: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.tokens or self.finish)
+        return bool(self.text or self.tokens or self.finish or self.tool_calls)
 
     def extend(self, other: Delta) -> None:
         """Append the next delta of the same choice."""
         self.text += other.text
         self.tokens += other.tokens
         self.finish = other.finish or self.finish
+        self.tool_calls += other.tool_calls
 
 
 @dataclass(slots=True)
@@ -77,6 +80,8 @@ class PromptContext:
     """Whether choices start with the prompt."""
     scores: Sequence[Logprob] = ()
     """Log-probabilities of the prompt's tokens, if requested."""
+    tool_parser: Callable[[], ToolCallParser] | None = None
+    """Creates the parser of a choice that may call tools."""
 
     def echo_delta(self, tokenizer: Tokenizer) -> Delta:
         """The prompt as the beginning of a choice; empty without `echo`."""
@@ -107,7 +112,10 @@ class Choice:
         self.num_tokens = 0
         """Number of generated tokens."""
         self._tokenizer, self._started = tokenizer, False
-        self._stream = TextStream(tokenizer, context.prompt.ids, context.stops)
+        self._parser = context.tool_parser() if context.tool_parser else None
+        kept = self._parser.special_tokens if self._parser else ()
+        self._stream = TextStream(tokenizer, context.prompt.ids, context.stops, kept_tokens=kept)
+        self._called_tools = False
         self._sent = 0
         # Tokens wait here until their text is sent: what may be the beginning of a stop string, or an incomplete UTF-8
         # sequence, is held back. Each entry has the number of characters that must have been sent before it.
@@ -132,8 +140,23 @@ class Choice:
             self.finish = event.finish_reason
             text += self._stream.flush()
         self._sent += len(text)
-        delta.extend(Delta(text, self._pop_sent(), self.finish))
+        tokens = self._pop_sent()
+        calls: list[ToolCall] = []
+        if self._parser is not None:
+            text, calls = self._parse_calls(self._parser, text)
+        delta.extend(Delta(text, tokens, self.finish, calls))
         return delta
+
+    def _parse_calls(self, parser: ToolCallParser, text: str) -> tuple[str, list[ToolCall]]:
+        """Separate tool calls from the text, and set the finish reason of a choice that ends with them."""
+        text, calls = parser.push(text)
+        if self.finish is not None:
+            rest = parser.flush()
+            text, calls = text + rest.content, [*calls, *rest.calls]
+        self._called_tools |= bool(calls)
+        if self.finish == "stop" and self._called_tools:
+            self.finish = "tool_calls"
+        return text, [*calls]
 
     def _add_pending(self, event: Event) -> None:
         """Queue a token until the first character of its text is sent, or, if it has no text, all text before it."""
@@ -219,12 +242,16 @@ class ChatFormat:
         self._texts, self.with_logprobs = texts, with_logprobs
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.tool_calls:
+            message |= {"content": delta.text or None, "tool_calls": [_tool_call(call) for call in delta.tool_calls]}
         logprobs = self._logprobs(delta.tokens)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": delta.finish}
 
     def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text or delta.tokens else {}
+        content: dict[str, Any] = {"content": delta.text} if delta.text or delta.tokens else {}
+        if delta.tool_calls:
+            content["tool_calls"] = [{"index": call.index} | _tool_call(call) for call in delta.tool_calls]
         logprobs = self._logprobs(delta.tokens)
         return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": delta.finish}
 
@@ -248,6 +275,10 @@ class ChatFormat:
             "bytes": list(self._texts.to_bytes(token)),
             "logprob": _clamp_logprob(logprob),
         }
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _clamp_logprob(logprob: float | None) -> float | None:

@@ -287,6 +287,8 @@ class ChatTemplate:
                 "the model's chat template has no place for tools: remove them, or use a template that has",
                 field="tools",
             )
+        if "tool_calls" not in self.source and any(message.get("tool_calls") for message in messages):
+            raise _request_error("the model's chat template has no place for tool calls: use a template that has")
 
 
 def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemplate | None:

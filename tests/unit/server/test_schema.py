@@ -54,8 +54,8 @@ def test_invalid_prompt_formats_are_rejected(fields):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
+        ("functions", [{"name": "f"}]),
+        ("parallel_tool_calls", False),
         ("response_format", {"type": "json_object"}),
         ("reasoning_effort", "low"),
         ("store", True),
@@ -73,7 +73,7 @@ def test_unsupported_options_are_rejected_by_name(name: str, value):
 
 def test_values_without_effect_are_accepted():
     neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "audio": None}
-    assert chat(**neutral, temperature=None, stop=None) == chat()
+    assert chat(**neutral, temperature=None, stop=None) == chat(tools=[], tool_choice="none")
     assert completion(suffix=None, best_of=1, user=None) == completion()
 
 
@@ -158,3 +158,63 @@ def test_invalid_combinations_are_rejected():
         chat(max_tokens=3, max_completion_tokens=3)
     with pytest.raises(ValidationError, match="requires logprobs"):
         chat(top_logprobs=2)
+
+
+TOOL = {"function": {"parameters": {"z": 1, "a": None}, "name": "f"}, "type": "function", "extra": 1}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": null, "a": 1.0}'}}
+
+
+def test_tools_keep_their_fields_and_order():
+    """Templates render them as JSON."""
+    assert str(chat(tools=[TOOL], tool_choice="auto").tools) == str([TOOL])
+
+
+def test_messages_with_tool_calls_and_results():
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": [{"type": "text", "text": "2"}]},
+        {"role": "assistant", "content": "It is 2.", "tool_calls": []},
+    ]
+    called = {**CALL, "function": {"name": "f", "arguments": {"b": None, "a": 1.0}}}
+    assert [message.for_template() for message in chat(messages=messages).messages] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("tools", {}),
+        ("tools", [TOOL] * 129),
+        ("tools", ["f"]),
+        ("tools", [{"type": "function"}]),
+        ("tools", [{"type": "custom", "custom": {"name": "f"}}]),
+        ("tools", [{"type": "function", "function": {"name": ""}}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("tool_choice", 1),
+        ("messages", [{"role": "assistant"}]),
+        ("messages", [{"role": "assistant", "tool_calls": []}]),
+        ("messages", [{"role": "user", "content": "a", "tool_calls": [CALL]}]),
+        ("messages", [{"role": "user", "content": "a", "name": "b"}]),
+        ("messages", [{"role": "tool", "content": "a"}]),
+        ("messages", [{"role": "tool", "tool_call_id": "1"}]),
+        ("messages", [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}]),
+        *(
+            ("messages", [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": bad}}]}])
+            for bad in ({}, "{", "1", "[" * 100_000)
+        ),
+    ],
+)
+def test_invalid_tools_and_calls_are_rejected(param: str, value):
+    with pytest.raises(ValidationError) as excinfo:
+        chat(**{param: value})
+    message, found, _ = error_of(excinfo.value)
+    assert found.partition(".")[0] == param
+    assert message.count("\n") == 0
