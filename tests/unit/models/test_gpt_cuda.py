@@ -107,7 +107,7 @@ def test_packed_attention_has_the_gradients_of_masked_attention(window, recomput
     """Flash attention over documents against the mask of all pairs of tokens, for any number of documents."""
     torch._dynamo.reset()
     counters.clear()
-    model = build("llama3-8b", embd_init_std=0.02, sliding_window=window).to("cuda")
+    model, reference = (build("llama3-8b", embd_init_std=0.02, sliding_window=window).to("cuda") for _ in range(2))
     apply_activation_checkpointing(model, recompute, compiled=compiled)
     for block in model.blocks if compiled else ():
         block.compile(fullgraph=True)
@@ -115,14 +115,11 @@ def test_packed_attention_has_the_gradients_of_masked_attention(window, recomput
     for num_documents in (1, 3, 10):
         x = torch.randint(1000, (2, 256), generator=generator).cuda()
         documents = torch.randint(num_documents, (2, 256), generator=generator).sort(dim=1).values.cuda()
-        losses, gradients = [], []
-        for kernels in ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.MATH]):
-            model.zero_grad()
-            with sdpa_kernel(kernels), torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = model(x, targets=x, documents=documents).loss
-            loss.backward()
-            losses.append(loss.item())
-            gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-        assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+        gradients = []
+        for module, kernel in ((model, SDPBackend.FLASH_ATTENTION), (reference, SDPBackend.MATH)):
+            module.zero_grad()
+            with sdpa_kernel(kernel), torch.autocast("cuda", dtype=torch.bfloat16):
+                module(x, targets=x, documents=documents).loss.backward()
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in module.parameters()]))
         assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[1].norm()
-    assert counters["stats"]["unique_graphs"] <= 4  # documents or mask; the input of the first block has other guards
+    assert counters["stats"]["unique_graphs"] <= (2 if compiled else 0)  # the first block may have its own
