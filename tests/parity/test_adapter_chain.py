@@ -70,6 +70,14 @@ def load_logits(path: Path, **options: Any) -> torch.Tensor:
         return whimbrel.load_model(path, **options)(IDS).logits
 
 
+def test_the_base_model_is_not_the_base_of_the_second_run(folder, tmp_path, capsys):
+    options = ("--merge", "--device", "cpu", "--base", folder / "base")
+    assert command("finalize", folder / "dpo", tmp_path / "merged", *options) == 2
+    [error] = capsys.readouterr().err.splitlines()
+    assert "is an adapter of a model with other weights than" in error
+    assert "(--base)" in error
+
+
 def test_chat(folder, answers, monkeypatch, capsys):
     assert len(set(answers)) > 1
     for question, expected in zip(QUESTIONS, answers, strict=True):

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.model_io import Adapter, ModelSource, check_tokenizer, open_model, read_adapter
-from whimbrel.model_io.adapter import AdapterModule
+from whimbrel.model_io.adapter import AdapterModule, check_base
 from whimbrel.model_io.locate import ModelLocation, model_path
-from whimbrel.models import GPT, GPTConfig
+from whimbrel.models import GPT
 from whimbrel.models.lora import LoraAdapter, LoraConfig, find_lora_config, row_norms
 from whimbrel.tokenization import Tokenizer
 
@@ -141,19 +141,21 @@ def with_adapters(model: GPT, adapters: Mapping[str, Adapter], max_batch: int) -
 
 
 def open_adapter(
-    name: str, path: str | os.PathLike[str], config: GPTConfig, base: ModelLocation | None, tokenizer: Tokenizer | None
+    name: str, path: str | os.PathLike[str], model: GPT, base: ModelLocation | None, tokenizer: Tokenizer | None
 ) -> tuple[Adapter, ModelSource | None]:
-    """Read an adapter of the model at `base` with architecture `config`, and open its tokenizer and chat template.
+    """Read an adapter of `model`, which is at `base`, and open its tokenizer and chat template.
 
     `tokenizer` is that of the model, for adapters without one. Without `base`, only the adapter itself is read.
     """
     directory = model_path(path)
+    adapter = read_adapter(directory, model.config)
+    check_base(model, directory, "the model" if base is None else base.directory)
     if base is None:
-        return read_adapter(directory, config), None
+        return adapter, None
     has_tokenizer = (directory / "tokenizer.json").is_file()
     source = open_model(path, None if has_tokenizer else tokenizer, base=base)
     try:
-        check_tokenizer(source.tokenizer, config)
+        check_tokenizer(source.tokenizer, model.config)
     except ConfigError as error:
         raise ConfigError(f"adapter {name}: {error}, or serve it alone") from error
-    return read_adapter(source.path, config), source
+    return adapter, source

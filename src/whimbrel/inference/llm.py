@@ -107,7 +107,7 @@ class LLM:
             self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
             self.eos_ids = frozenset({self.tokenizer.eot_id})
         opened = {
-            name: open_adapter(name, path, model.config, self._location, self.tokenizer)
+            name: open_adapter(name, path, model, self._location, self.tokenizer)
             for name, path in (adapters or {}).items()
         }
         self._adapters = {name: source for name, (_, source) in opened.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,8 @@ __all__ = [
     "AdapterModule",
     "adapter_config",
     "base_reference",
+    "base_values",
+    "check_base",
     "load_adapter",
     "load_adapter_weights",
     "read_adapter",
@@ -51,7 +53,12 @@ __all__ = [
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_INFO = "base_model.json"
-"""Written by training: a fingerprint of the base model, and the format of its quantized weights."""
+"""Written by training: a fingerprint and a few values of the base model, and the format of its quantized weights."""
+SAMPLED_ROWS, SAMPLED_COLUMNS = 8, 2
+"""Values of each linear layer by which base models are told apart."""
+SAME_WEIGHTS, SAME_BEFORE_QUANTIZATION = 2**-8, 0.3
+"""Largest relative difference (rms) of these values for the same base model. bf16 rounds by up to 2**-8, typically by
+0.0016; 4-bit weights differ by about 0.1 from the original; unrelated weights by 1.4."""
 PREFIX = "base_model.model."
 """Prefix of the names of all tensors of an adapter."""
 SUFFIXES = {
@@ -276,6 +283,53 @@ def _copy_tensors(model: GPT, adapter: Adapter) -> None:
             copy_full_(parameters[f"{prefix}.{name}"].detach(), tensor)
         if module.magnitude is not None:
             copy_full_(parameters[f"{prefix}.lora_magnitude_vector"].detach(), module.magnitude)
+
+
+# The base model
+
+
+def base_values(model: GPT, full: Callable[[Tensor], Tensor] = lambda weight: weight) -> dict[str, str]:
+    """A few values of each linear layer of the blocks, by which `check_base` recognizes the base model of an adapter.
+
+    `full` gathers a weight that is spread over ranks.
+    """
+    return {
+        name: " ".join(f"{value:.6g}" for value in _sample(full(weight.detach())))
+        for name, weight in model.named_parameters()
+        if name.startswith("transformer.h.") and name.endswith(".weight") and weight.ndim == 2
+    }
+
+
+def _sample(weight: Any) -> list[float]:
+    parts = []
+    for index in range(SAMPLED_ROWS):
+        row = (2 * index + 1) * len(weight) // (2 * SAMPLED_ROWS)
+        values = weight[row : row + 1]
+        values = values.dequantize() if hasattr(values, "codes") else values
+        parts.append(values.flatten()[index :: max(1, values.numel() // SAMPLED_COLUMNS)][:SAMPLED_COLUMNS])
+    sampled: list[float] = torch.cat(parts).float().tolist()
+    return sampled
+
+
+def check_base(model: GPT, directory: Path, name: object) -> None:
+    """Raise CheckpointError if an adapter was trained on other weights than those of `model`, loaded from `name`.
+
+    Differences below the precision of bf16, or of quantized weights, are not found. Adapters of other trainers do not
+    record values, and are not checked.
+    """
+    recorded = read_json(directory / BASE_INFO) if (directory / BASE_INFO).is_file() else {}
+    if not recorded.get("values"):
+        return
+    before, after = (
+        torch.tensor([float(value) for text in values.values() for value in text.split()])
+        for values in (recorded["values"], base_values(model))
+    )
+    quantized = recorded.get("weights") is not None or any(hasattr(weight, "codes") for weight in model.parameters())
+    limit = SAME_BEFORE_QUANTIZATION if quantized else SAME_WEIGHTS
+    if len(before) != len(after) or (after - before).norm() > limit * before.norm():
+        raise CheckpointError(
+            f"{directory} is an adapter of a model with other weights than {name}: use its own base model (--base)"
+        )
 
 
 # Writing

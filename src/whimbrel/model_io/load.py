@@ -20,7 +20,7 @@ from torch import nn
 from whimbrel import tokenization
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.config import to_table
-from whimbrel.model_io.adapter import ADAPTER_CONFIG, load_adapter
+from whimbrel.model_io.adapter import ADAPTER_CONFIG, check_base, load_adapter
 from whimbrel.model_io.llama2c import load_llama2c, load_llama2c_tokenizer, read_llama2c_config
 from whimbrel.model_io.locate import ModelLocation, locate_model, model_path
 from whimbrel.model_io.weights import (
@@ -221,6 +221,7 @@ def _load_model(
     model = load_base_model(
         base, device=device, dtype=dtype, quantize=quantize, quantize_embeddings=quantize_embeddings
     )
+    check_base(model, location.directory, base.directory)
     resize_vocabulary(model, read_architecture(location).vocab_size)
     if merge or (merge is None and format_of(model) is None):
         load_adapter(model, location.directory)

@@ -180,7 +180,7 @@ def open_served_adapters(
         raise ConfigError(f"--adapter {model.name}: expected another name than that of the model")
     served, opened, location = [], {}, locate_model(path, **options)
     for name, adapter in adapters.items():
-        opened[name], source = open_adapter(name, adapter, model.model.config, location, model.tokenizer)
+        opened[name], source = open_adapter(name, adapter, model.model, location, model.tokenizer)
         assert source is not None
         served.append(_served_model(source, model.model, name, name, source.chat_template()))
     return served, opened

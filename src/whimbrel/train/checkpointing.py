@@ -50,7 +50,7 @@ from whimbrel.distributed.state import (
     load_full_,
 )
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
-from whimbrel.model_io.adapter import adapter_config, load_adapter_weights, save_adapter
+from whimbrel.model_io.adapter import adapter_config, base_values, load_adapter_weights, save_adapter
 from whimbrel.models import GPT
 from whimbrel.models.lora import find_lora_config, lora_parameters
 from whimbrel.precision import MixedPrecision, QuantizedWeight
@@ -68,7 +68,7 @@ __all__ = ["CheckpointMixin", "check_savable", "model_state"]
 
 logger = logging.getLogger(__name__)
 
-_base_fingerprints: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_base_records: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 REQUIRED_STATE = ("global_step", "epoch_start_step", "raw_epoch", "num_input_tokens_seen", "total_flos")
 """Fields of TrainerState that a resume needs."""
@@ -552,7 +552,7 @@ class AdapterState(ModuleState):
 
     def state_dict(self) -> dict[str, Tensor | LazyGather]:
         """Trainable parameters and buffers."""
-        self._fingerprint = self._base_fingerprint()  # here, where all ranks take part
+        self._base_record = self._identify_base()  # here, where all ranks take part
         self._base_state = {} if is_distributed_model(self._model) else self._model.state_dict()
         return super().state_dict()
 
@@ -570,7 +570,7 @@ class AdapterState(ModuleState):
         self._save_weights(state, folder)
         formats = {p.format.name for p in self._model.parameters() if isinstance(p, QuantizedWeight)}
         weights = formats.pop() if len(formats) == 1 else None
-        base = {"fingerprint": self._fingerprint, "adapters": self._adapters(), "weights": weights}
+        base = {**self._base_record, "adapters": self._adapters(), "weights": weights}
         (folder / self.BASE).write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
         _save_processing_class(self._processing_class, folder)
 
@@ -596,7 +596,7 @@ class AdapterState(ModuleState):
                     f"{folder} has an adapter with {name} = {saved.get(name)!r}, but this model has "
                     f"{settings.get(name)!r}: use the same adapter settings, or choose another output_dir"
                 )
-        if base["fingerprint"] != self._base_fingerprint():
+        if base["fingerprint"] != self._identify_base()["fingerprint"]:
             raise CheckpointError(
                 f"{folder} was trained on a base model with different weights: load the same base model, in the "
                 "same dtype, or choose another output_dir"
@@ -614,13 +614,20 @@ class AdapterState(ModuleState):
             for name, table in tables.items()
         }
 
-    def _base_fingerprint(self) -> str:
-        """A hash of a few values of each frozen parameter, to tell base models apart.
+    def _identify_base(self) -> dict[str, Any]:
+        """Entries of `base_model.json` that tell base models apart.
 
         Collective if the model is sharded, and then computed once: it gathers every parameter.
         """
-        if self._model in _base_fingerprints and is_distributed_model(self._model):
-            return _base_fingerprints[self._model]
+        if self._model not in _base_records or not is_distributed_model(self._model):
+            _base_records[self._model] = {"fingerprint": self._base_fingerprint(), **self._base_values()}
+        return _base_records[self._model]
+
+    def _base_values(self) -> dict[str, Any]:
+        return {}
+
+    def _base_fingerprint(self) -> str:
+        """A hash of a few values of each frozen parameter."""
         digest = hashlib.sha256()
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
@@ -630,8 +637,7 @@ class AdapterState(ModuleState):
                 sample = values[:: max(1, len(values) // 64)].clone().cpu()
                 digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
                 digest.update(sample.view(torch.uint8).numpy().tobytes())
-        _base_fingerprints[self._model] = digest.hexdigest()
-        return _base_fingerprints[self._model]
+        return digest.hexdigest()
 
 
 class GPTAdapterState(AdapterState):
@@ -644,6 +650,9 @@ class GPTAdapterState(AdapterState):
         if extra := sorted(saved.keys() - {name for name, _ in lora_parameters(self._model)}):
             raise ConfigError(f"expected only adapters to be trained, got '{extra[0]}', which an adapter cannot store")
         return saved
+
+    def _base_values(self) -> dict[str, Any]:
+        return {"values": base_values(self._model, full_tensor)}
 
     def _save_weights(self, state: Mapping[str, Tensor], folder: Path) -> None:
         save_adapter(self._model, folder, state=state)

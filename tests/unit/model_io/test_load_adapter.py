@@ -17,7 +17,7 @@ from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import CheckpointManager, SharingPattern, StateComponent, checkpoint_path
 from whimbrel.config import dump_toml
 from whimbrel.inference import LLM
-from whimbrel.model_io import finalize_adapter, finalize_model, load, load_adapter, open_model, save_adapter
+from whimbrel.model_io import export_hf, finalize_adapter, finalize_model, load, load_adapter, open_model, save_adapter
 from whimbrel.model_io.adapter import BASE_INFO
 from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora, resize_vocabulary
 from whimbrel.models.lora import find_lora_config, lora_parameters
@@ -130,6 +130,36 @@ def test_a_relative_base_is_recorded_by_its_absolute_path(base, tmp_path, monkey
     expected = logits(whimbrel.load_model("adapter"))
     monkeypatch.chdir(Path(tmp_path.anchor))
     assert torch.equal(logits(whimbrel.load_model(tmp_path / "adapter")), expected)
+
+
+@pytest.mark.parametrize("trained", [torch.float32, torch.bfloat16])
+def test_weights_of_another_base_are_refused(base, tmp_path, trained):
+    """The base of a run is recognized in any dtype and format, also merged and saved again."""
+    model = whimbrel.load_model(base, dtype=trained)
+    apply_lora(model, LoraConfig(rank=4))
+    run = save_run(model, tmp_path / "run", base)
+    export_hf(base, tmp_path / "bf16", dtype=torch.bfloat16)
+    finalize_model(base, tmp_path / "int4", recipe="int4")
+    for name in ("base", "bf16", "int4"):
+        for dtype in (None, torch.float32, torch.bfloat16, torch.float16):
+            whimbrel.load_model(run, base=tmp_path / name, dtype=dtype)
+    for quantize in ("int8", "int4"):
+        whimbrel.load_model(run, quantize=quantize)
+
+    with torch.no_grad():
+        tuned = whimbrel.load_model(base)  # as after a short fine-tuning of all weights
+        for name, parameter in tuned.named_parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+            parameter.add_(noise, alpha=0.02 * float(parameter.std()))
+    whimbrel.save_model(tuned, tmp_path / "tuned", byte_tokenizer())
+    torch.manual_seed(1)
+    whimbrel.save_model(add_noise(GPT(SHAPE), 0.1), tmp_path / "other", byte_tokenizer())
+    for name, quantize in (("tuned", None), ("other", None), ("other", "int4")):
+        with pytest.raises(CheckpointError, match=rf"other weights than .*{name}: .* \(--base\)"):
+            whimbrel.load_model(run, base=tmp_path / name, quantize=quantize)
+    LLM(str(base), adapters={"run": run}, device="cpu")
+    with pytest.raises(CheckpointError, match="other weights than"):
+        LLM(str(tmp_path / "other"), adapters={"run": run}, device="cpu")
 
 
 def test_a_missing_base_is_reported_with_the_remedy(base, adapter, tmp_path):
