@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.support.commands import whimbrel
-from tests.support.finetuning import reversal_task, save_base_model, write_chats, write_preferences
+from tests.support.finetuning import Pair, reversal_task, save_base_model, write_chats, write_preferences
 
 from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.inference import generate
-from whimbrel.model_io import load, load_adapter, load_model, open_model
+from whimbrel.model_io import load, load_adapter, load_model, open_model, save_model
+from whimbrel.model_io import load_tokenizer as load_model_tokenizer
 from whimbrel.models import GPT, merge_lora
 from whimbrel.tokenization import ChatTemplate, Tokenizer
 from whimbrel.train import load_run_config
@@ -20,9 +23,14 @@ MAX_ANSWER = 12
 OPTIONS = ("--train.device=cpu", "--train.micro_batch=16", "--train.tokens_per_step=1024", "--plain")
 
 
-def answer_all(model: GPT, tokenizer: Tokenizer, template: ChatTemplate, eos: tuple[int, ...]) -> tuple[float, float]:
+def answer_all(
+    model: GPT,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    eos: tuple[int, ...],
+    held_out: Sequence[Pair] = reversal_task()[1],
+) -> tuple[float, float]:
     """The share of held-out questions that are answered exactly, and of answers that end before the limit."""
-    _, held_out = reversal_task()
     exact = stopped = 0
     for question, expected in held_out:
         prompt = template.encode(tokenizer, [{"role": "user", "content": question}])
@@ -57,6 +65,26 @@ def test_a_base_model_learns_a_task_and_to_stop(workdir: Path, capsys: pytest.Ca
     steps = [path.name for path in Path("run/checkpoints").iterdir()]
     assert whimbrel("train", "run/config.toml", "--plain") == 0
     assert [path.name for path in Path("run/checkpoints").iterdir()] == steps
+
+
+def test_a_pretrained_model_learns_a_task_and_to_stop(workdir: Path, shared_data: Path) -> None:
+    """A real model of 260K parameters that has never seen a chat."""
+    numbers = list(range(100, 1000))
+    random.Random(0).shuffle(numbers)
+    pairs = [(f"Is {number} odd or even?", "odd" if number % 2 else "even") for number in numbers]
+    models = shared_data / "models"
+    tokenizer = load_model_tokenizer(models / "aidreams_tok512.bin")
+    save_model(load_model(models / "aidreams260K.bin"), Path("base"), tokenizer)
+    write_chats(Path("chats.jsonl"), pairs[100:])
+    assert whimbrel("finetune", "base", "chats.jsonl", "--out-dir", "run", "--full", "--template", "chatml",
+                    "--lr", "3e-3", "--epochs", "3", "--train.device=cpu", "--train.micro_batch=8",
+                    "--train.tokens_per_step=1024", "--plain") == 0  # fmt: skip
+    loaded = load("run")
+    assert loaded.chat_template is not None
+    eos = loaded.generation_config.eos_token_ids
+    exact, stopped = answer_all(loaded.model, loaded.tokenizer, loaded.chat_template, eos, pairs[:100])
+    assert exact >= 0.95
+    assert stopped >= 0.99
 
 
 def test_an_adapter_learns_another_task_on_top(workdir: Path) -> None:
