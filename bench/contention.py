@@ -47,7 +47,7 @@ def step_seconds(data: Path, steps: int, changes: dict[str, str]) -> float:
             "--sample.every=none", "--sample.prompt=none", "--sample.max_new_tokens=none",
         ]  # fmt: skip
         subprocess.run(
-            [sys.executable, "-c", code, str(ROOT / "configs/shakespeare-cpu.toml"), *settings],
+            [sys.executable, "-c", code, "shakespeare-cpu", *settings],
             env=environment(changes), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         times = [line["seconds"] for line in read_log(Path(folder) / "run/log.jsonl") if line["kind"] == "step"]

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-import tomllib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -31,8 +29,8 @@ from record import record
 from timing import init_model, now
 from whimbrel.inference import LLM, SamplingParams
 from whimbrel.models import GPTConfig, preset
+from whimbrel.train import load_run_config
 
-DEMO = Path(__file__).parent.parent / "configs" / "shakespeare-cpu.toml"
 READ_BANDWIDTH = {"NVIDIA H200": 4.54e12}
 """Bytes per second by GPU, measured with a copy kernel."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -43,8 +41,7 @@ def model_config(name: str) -> GPTConfig:
     """Config of a preset, or of the model of `make demo`."""
     if name != "demo":
         return preset(name)
-    settings = tomllib.loads(DEMO.read_text(encoding="utf-8"))["model"]
-    return replace(preset(settings.pop("preset")), **settings)
+    return load_run_config("shakespeare-cpu").model.architecture
 
 
 def ours(model: Any, batch: int, prompt: int, new: int, *, compiled: bool) -> Contender:

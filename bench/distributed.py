@@ -23,7 +23,7 @@ from timing import now
 from whimbrel.train import TrainerCallback, load_run_config, train
 from whimbrel.train.callbacks import ProgressCallback
 
-RECIPE = Path(__file__).parent.parent / "configs" / "gpt2-baseline-20m.toml"
+RECIPE = "gpt2-baseline-20m"
 STRATEGIES: dict[str, list[str]] = {
     "trainer": [],
     "ddp": ["--parallel.strategy=ddp"],

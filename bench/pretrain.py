@@ -4,7 +4,7 @@
 
 The reference loop compiles the full model, uses torch's default AdamW, an unpadded vocabulary of 50,257 and
 micro-batches of 32 x 1024 under bf16 autocast, and synchronizes every step. Ours is `whimbrel.train` with the recipe
-`configs/gpt2-baseline-20m.toml`. Prints tokens/s, MFU, peak memory, compile time (cold, and warm in a second process)
+the recipe `gpt2-baseline-20m`. Prints tokens/s, MFU, peak memory, compile time (cold, and warm in a second process)
 and both loss curves.
 """
 
@@ -32,7 +32,7 @@ from whimbrel.train import RunConfig, TrainerCallback, load_run_config, train
 from whimbrel.train.callbacks.progress import RunSummary
 from whimbrel.train.device import choose_device, device_name, peak_flops
 
-RECIPE = Path(__file__).parent.parent / "configs" / "gpt2-baseline-20m.toml"
+RECIPE = "gpt2-baseline-20m"
 REFERENCE_BATCH = 32
 
 

@@ -18,7 +18,7 @@ from whimbrel.train import read_log
 def clone(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the files that the script reads and a `whimbrel` program that runs the package under test."""
     folder = tmp_path_factory.mktemp("demo")
-    for name in ("configs", "corpora", "scripts"):
+    for name in ("corpora", "scripts"):
         shutil.copytree(root / name, folder / name)
     program = folder / "bin" / "whimbrel"
     program.parent.mkdir()

@@ -42,14 +42,13 @@ def run(command: str | list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the configs, the corpus and a `whimbrel` program that runs the package under test."""
+    """A directory with the corpus and a `whimbrel` program that runs the package under test."""
     folder = tmp_path_factory.mktemp("clone")
     program = folder / "bin" / "whimbrel"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m whimbrel "$@"\n', encoding="utf-8")
     program.chmod(0o755)
-    for name in ("configs", "corpora"):
-        shutil.copytree(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "corpora", folder / "corpora")
     return folder
 
 

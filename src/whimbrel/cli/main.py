@@ -26,6 +26,8 @@ COMMANDS = {
     "prepare": "data:prepare",
     "tokenizer": "data:tokenizer_app",
     "verify": "data:verify",
+    "recipes": "recipes:recipes",
+    "init": "recipes:init",
     "train": "train:train",
     "finetune": "finetune:finetune",
     "memory": "train:memory",

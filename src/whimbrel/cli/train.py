@@ -44,7 +44,7 @@ def _list_settings(requested: bool) -> None:
 
 def train(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="TOML file of the run, such as configs/shakespeare-cpu.toml.")],
+    config: Annotated[Path, typer.Argument(help="TOML file of the run, or a recipe such as shakespeare-cpu.")],
     plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
     exit_143: Annotated[
         bool, typer.Option("--exit-143", help="Exit with code 143 instead of 0 when stopped by a signal.")
@@ -61,8 +61,9 @@ def train(
 ) -> None:
     """Train a model.
 
-    Override any setting of the file with --section.name=value; none turns off an optional one. If the output directory
-    contains a run, training resumes from its newest checkpoint. Ctrl-C finishes the step, saves and stops.
+    `whimbrel recipes` lists the recipes. Override any setting with --section.name=value; none turns off an optional
+    one. If the output directory contains a run, training resumes from its newest checkpoint. Ctrl-C finishes the step,
+    saves and stops.
 
     Uses all visible GPUs (docs/distributed.md). On multiple nodes, run torchrun ... -m whimbrel train CONFIG on each.
     """
@@ -132,7 +133,9 @@ def _drop_unwritten_output() -> None:
 
 def memory(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="TOML file of the run, or a model preset such as llama2-7b.")],
+    config: Annotated[
+        Path, typer.Argument(help="TOML file of the run, a recipe, or a model preset such as llama2-7b.")
+    ],
     device: Annotated[str | None, typer.Option(help="Predict for cuda or cpu; the device need not be present.")] = None,
     nproc: Annotated[
         int | None,
@@ -185,13 +188,13 @@ def memory(
 
 def _load_config_or_preset(path: Path, overrides: Sequence[str]) -> RunConfig:
     """A run's configuration; for the name of a preset, one with that model and defaults."""
-    from whimbrel.config import apply_overrides
+    from whimbrel.config import apply_overrides, config_file
     from whimbrel.models import preset_names
     from whimbrel.train import load_run_config
     from whimbrel.train.config import build_run_config
 
     if path.exists() or str(path) not in preset_names():
-        return load_run_config(path, overrides)
+        return load_run_config(config_file(path, preset_names()), overrides)
     table = {"output_dir": "run", "model": {"preset": str(path)}, "data": {"path": "data"}, "train": {"steps": 1}}
     return build_run_config(apply_overrides(table, overrides))
 

@@ -1,5 +1,6 @@
 """TOML files and `--a.b=c` overrides to frozen dataclasses. Unknown or mistyped keys are errors with a suggestion."""
 
+from whimbrel.config.recipes import Recipe, config_file, read_recipe, recipe_files
 from whimbrel.config.schema import (
     Setting,
     build,
@@ -18,12 +19,14 @@ from whimbrel.config.schema import (
 from whimbrel.config.toml import apply_overrides, dump_toml, load_toml
 
 __all__ = [
+    "Recipe",
     "Setting",
     "apply_overrides",
     "build",
     "check_choices",
     "check_known",
     "check_unused",
+    "config_file",
     "convert",
     "did_you_mean",
     "dump_toml",
@@ -31,6 +34,8 @@ __all__ = [
     "list_settings",
     "load_toml",
     "not_one_of",
+    "read_recipe",
+    "recipe_files",
     "resolve_none",
     "suggest",
     "to_table",

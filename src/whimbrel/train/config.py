@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.config import apply_overrides, build, check_unused, convert, load_toml, resolve_none, to_table
+from whimbrel.config import (
+    apply_overrides,
+    build,
+    check_unused,
+    config_file,
+    convert,
+    load_toml,
+    resolve_none,
+    to_table,
+)
 from whimbrel.data.packing import TooLong
 from whimbrel.data.sources import is_source
 from whimbrel.distributed.layout import ParallelConfig
@@ -677,13 +687,14 @@ def _reference(config: RunConfig) -> str:
     return config.objective.reference or ("precomputed" if config.lora is None else "base")
 
 
-def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Load a TOML file, apply `--a.b=c` overrides and resolve the model preset."""
-    return build_run_config(apply_overrides(load_toml(path), overrides))
+def load_run_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConfig:
+    """Load a TOML file or a recipe of the package, apply `--a.b=c` overrides and resolve the model preset."""
+    return build_run_config(apply_overrides(load_toml(config_file(path)), overrides))
 
 
 def build_run_config(table: dict[str, Any]) -> RunConfig:
     """Build a RunConfig from a TOML table, resolving the model preset or path."""
+    _check_paths(table)
     model = table.get("model")
     if not isinstance(model, dict):
         return build(RunConfig, table)
@@ -698,6 +709,22 @@ def build_run_config(table: dict[str, Any]) -> RunConfig:
             raise ConfigError(f"expected a string for model.preset, got {name!r}")
         model = to_table(preset(name)) | model
     return build(RunConfig, table | {"model": model})
+
+
+def _check_paths(table: Mapping[str, Any]) -> None:
+    """Raise if a fine-tuning run has no model or no data, which recipes leave to the user."""
+    objective = table.get("objective")
+    name = objective.get("name", "none") if isinstance(objective, dict) else "none"
+    if name in ("none", "lm") and table.get("lora", "none") == "none":
+        return
+    missing = [
+        f"{section}.path"
+        for section in ("model", "data")
+        if isinstance(settings := table.get(section, {}), dict) and settings.get("path", "none") == "none"
+    ]
+    if missing:
+        options = " ".join(f"--{setting}=PATH" for setting in missing)
+        raise ConfigError(f"fine-tuning needs {' and '.join(missing)}: pass {options}, or add to the file")
 
 
 def _model_table(table: dict[str, Any]) -> dict[str, Any]:

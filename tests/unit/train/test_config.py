@@ -18,15 +18,8 @@ from whimbrel.train.device import choose_device
 MakeRun = Callable[..., RunConfig]
 
 
-@pytest.mark.parametrize("recipe", ["gpt2-baseline-20m", "gpt2-fast-20m", "llama-60m-galore", "shakespeare-cpu"])
-def test_every_recipe_loads(root: Path, recipe: str) -> None:
-    config = load_run_config(root / "configs" / f"{recipe}.toml")
-    assert config.output_dir == Path("runs") / recipe
-    accumulation_steps(config.tokens_per_step, config.train.micro_batch or 1, config.sequence_length)
-
-
-def test_the_baseline_recipe_uses_default_adamw(root: Path) -> None:
-    config = load_run_config(root / "configs" / "gpt2-baseline-20m.toml")
+def test_the_baseline_recipe_uses_default_adamw() -> None:
+    config = load_run_config("gpt2-baseline-20m")
     assert config.model.architecture == preset("gpt2-baseline")
     assert (config.train.steps, config.tokens_per_step) == (38, 524_288)
     assert (config.optim.lr, config.optim.betas, config.optim.eps) == (3e-4, (0.9, 0.999), 1e-8)
@@ -34,26 +27,25 @@ def test_the_baseline_recipe_uses_default_adamw(root: Path) -> None:
     assert (config.train.clip, config.schedule.name, config.schedule.warmup_steps) == (None, "constant", 0)
 
 
-def test_both_20m_recipes_read_the_same_tokens(root: Path) -> None:
-    baseline, fast = [load_run_config(root / "configs" / f"gpt2-{name}-20m.toml") for name in ("baseline", "fast")]
+def test_both_20m_recipes_read_the_same_tokens() -> None:
+    baseline, fast = [load_run_config(f"gpt2-{name}-20m") for name in ("baseline", "fast")]
     assert (baseline.train.steps or 0) * baseline.tokens_per_step == fast.train.tokens == 19_922_944
 
 
-def test_a_preset_is_filled_in_and_can_be_changed(root: Path) -> None:
-    config = load_run_config(root / "configs" / "gpt2-baseline-20m.toml", ["--model.num_layers=3", "--optim.lr=1e-3"])
+def test_a_preset_is_filled_in_and_can_be_changed() -> None:
+    config = load_run_config("gpt2-baseline-20m", ["--model.num_layers=3", "--optim.lr=1e-3"])
     assert (config.model.num_layers, config.model.residual_scale, config.optim.lr) == (3, "attention", 1e-3)
     with pytest.raises(ConfigError, match="gpt2-fast"):
-        load_run_config(root / "configs" / "gpt2-baseline-20m.toml", ["--model.preset=gpt2-fats"])
+        load_run_config("gpt2-baseline-20m", ["--model.preset=gpt2-fats"])
 
 
-def test_resume_skip_accepts_a_comma_separated_list(root: Path) -> None:
-    recipe = root / "configs" / "shakespeare-cpu.toml"
+def test_resume_skip_accepts_a_comma_separated_list() -> None:
     for override, parts in (
         ("optimizer", ("optimizer",)),
         ("optimizer,rng", ("optimizer", "rng")),
         ('["rng"]', ("rng",)),
     ):
-        assert load_run_config(recipe, [f"--resume.skip={override}"]).resume.skip == parts
+        assert load_run_config("shakespeare-cpu", [f"--resume.skip={override}"]).resume.skip == parts
 
 
 @pytest.mark.parametrize(
@@ -125,10 +117,9 @@ def test_settings_without_effect_raise_an_error(make_run: MakeRun, changes: dict
         make_run(**changes)
 
 
-def test_train_tokens_must_be_a_multiple_of_tokens_per_step(make_run: MakeRun, root: Path) -> None:
-    recipe = root / "configs" / "gpt2-fast-20m.toml"
+def test_train_tokens_must_be_a_multiple_of_tokens_per_step(make_run: MakeRun) -> None:
     with pytest.raises(ConfigError, match="98304 and 131072"):
-        load_run_config(recipe, ["--train.tokens=100000"])
+        load_run_config("gpt2-fast-20m", ["--train.tokens=100000"])
 
 
 def test_tokens_per_step_must_be_a_multiple_of_the_micro_batch() -> None:

@@ -106,7 +106,7 @@ def test_settings_for_samples_are_refused_with_token_shards(
 def test_adapters_and_samples_need_a_model(base: Path, chats: Path, tmp_path: Path) -> None:
     table = to_table(run_config(base, chats, tmp_path / "run", **LORA))
     table["model"] = {"num_layers": 1}
-    with pytest.raises(ConfigError, match=r"\[lora\] needs model.path"):
+    with pytest.raises(ConfigError, match="fine-tuning needs model.path: pass --model.path=PATH"):
         load_run_config(write(tmp_path, table))
     del table["lora"]
     with pytest.raises(ConfigError, match="need model.path"):

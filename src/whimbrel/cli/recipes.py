@@ -1,0 +1,74 @@
+"""`whimbrel recipes` and `whimbrel init NAME`: list the recipes that come with the package, and copy one to edit it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from whimbrel.cli.terminal import escape_controls, print_table
+
+__all__ = ["init", "recipes"]
+
+
+def recipes() -> None:
+    """List the recipes: configurations to run by name, or to copy and edit.
+
+    The model's size is its number of parameters, and the loss is the final validation loss per token. Losses and
+    times were measured on the data and hardware that the recipe names; memory with ~ is predicted.
+    """
+    from whimbrel.config import read_recipe, recipe_files
+
+    rows, summaries = [], []
+    for name, file in recipe_files().items():
+        recipe = read_recipe(file)
+        figures = (recipe.loss, recipe.memory, recipe.time)
+        rows.append((name, _model_size(file), recipe.data, *(figure or "-" for figure in figures)))
+        summaries.append((f"{name}:", recipe.summary))
+    print_table(("recipe", "model", "data", "loss", "memory", "time"), rows)
+    print()
+    print_table(("", ""), summaries)
+    print()
+    print("whimbrel train NAME runs a recipe; whimbrel init NAME copies it to a file to edit.")
+
+
+def _model_size(file: Path) -> str:
+    """The number of parameters, unless the recipe starts from a model of the user."""
+    import torch
+
+    from whimbrel.config import load_toml
+    from whimbrel.models import GPT
+    from whimbrel.train import load_run_config
+
+    if "preset" not in load_toml(file)["model"]:
+        return "yours"
+    with torch.device("meta"):
+        return f"{GPT(load_run_config(file).model.architecture).num_parameters() / 1e6:.3g}M"
+
+
+def init(
+    name: Annotated[str, typer.Argument(help="A recipe of `whimbrel recipes`.")],
+    path: Annotated[
+        Path | None, typer.Argument(help="File to write, or a directory for it. (default: NAME.toml)")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Copy a recipe to a TOML file, to edit it.
+
+    Its comments explain the settings; `whimbrel train --settings` lists all.
+    """
+    from whimbrel.base.errors import ConfigError
+    from whimbrel.base.files import atomic_file
+    from whimbrel.config import did_you_mean, recipe_files
+
+    recipes = recipe_files()
+    if name not in recipes:
+        raise ConfigError(f"unknown recipe '{name}'{did_you_mean(name, recipes)}")
+    path = Path() if path is None else path
+    target = path / f"{name}.toml" if path.is_dir() else path
+    if target.exists() and not force:
+        raise ConfigError(f"{target} exists: pass --force to replace it, or another path")
+    with atomic_file(target) as file:
+        file.write(recipes[name].read_bytes())
+    print(escape_controls(f"Wrote {target}. Edit it, then run: whimbrel train {target}"))
