@@ -214,7 +214,7 @@ def _describe(config: RunConfig, samples: PreparedSamples) -> Iterator[str]:
         f"{stats.samples:,} {kind}, {stats.tokens:,} tokens ({stats.supervised_share:.0%} supervised), the longest "
         f"{'answer' if pairs else 'sample'} has {stats.longest:,}",
     )
-    added = f", {samples.added_tokens} special tokens added" if samples.added_tokens else ""
+    added = f", {len(samples.added_tokens)} special tokens added" if samples.added_tokens else ""
     yield _line("Template", f"{samples.template_name}{added}")
     rows, _ = rows_of(samples.train, config, samples.tokenizer.eot_id)
     if config.data.packing:

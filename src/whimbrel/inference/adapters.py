@@ -125,7 +125,12 @@ def with_adapters(model: GPT, adapters: Mapping[str, Adapter], max_batch: int) -
     weight = model.token_embedding.weight
     selection = AdapterSelection(list(adapters), max_batch, weight.device)
     by_linear: dict[str, list[list[tuple[LoraConfig, AdapterModule]]]] = {}
-    for index, adapter in enumerate(adapters.values()):
+    for index, (name, adapter) in enumerate(adapters.items()):
+        if adapter.tokens or adapter.embeddings:
+            raise ConfigError(
+                f"adapter {name} has embeddings of its own for some tokens, which is not supported with "
+                "other adapters: serve it alone, or merge it"
+            )
         for module in adapter.modules:
             each = by_linear.setdefault(module.target.linear, [[] for _ in adapters])
             each[index].append((adapter.config, module))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,8 +24,10 @@ from whimbrel.checkpoint import write_tensors
 from whimbrel.distributed.state import copy_full_
 from whimbrel.model_io.weights import read_json, write_json
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.models.families import config_to_hf
+from whimbrel.models.families import config_to_hf, tensor_mappings
 from whimbrel.models.lora import (
+    EMBEDDING,
+    HEAD,
     LoraConfig,
     LoraTarget,
     apply_lora,
@@ -33,6 +35,8 @@ from whimbrel.models.lora import (
     lora_linears,
     lora_parameters,
     lora_targets,
+    token_modules,
+    trainable_tokens,
 )
 
 __all__ = [
@@ -42,6 +46,7 @@ __all__ = [
     "Adapter",
     "AdapterModule",
     "adapter_config",
+    "adapter_vocab_size",
     "base_reference",
     "base_values",
     "check_base",
@@ -65,17 +70,31 @@ SUFFIXES = {
     "lora_A": ".lora_A.weight",
     "lora_B": ".lora_B.weight",
     "lora_magnitude_vector": ".lora_magnitude_vector",
+    "trainable_tokens": ".token_adapter.trainable_tokens_delta",
 }
-"""The end of the name in PEFT of each parameter of `LoraAdapter`."""
+"""The end of the name in PEFT of each parameter of an adapter. The rows of trainable tokens are not differences."""
+TOKENS_SUFFIX = SUFFIXES["trainable_tokens"]
+COMPLETE_SUFFIXES = (".token_adapter.base_layer.weight", ".weight")
+"""The ends of the names of complete embeddings and heads, which PEFT saves if they were resized before training."""
 BARE_PREFIXES = ("model.", "transformer.")
 """Prefixes that adapters of a model without a head (`AutoModel`) omit."""
 
-READ = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+READ = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+)
 SHOWN_BY_TENSORS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 """Which modules have adapters; the names of the tensors tell that."""
 WITHOUT_EFFECT = (
     "auto_mapping",
     "base_model_name_or_path",
+    "ensure_weight_tying",
     "fan_in_fan_out",
     "inference_mode",
     "loftq_config",
@@ -113,6 +132,14 @@ class AdapterModule(NamedTuple):
     """Factor of `B A`."""
 
 
+class AdapterTokens(NamedTuple):
+    """Trained rows of an embedding or head, on the CPU."""
+
+    ids: tuple[int, ...]
+    rows: Tensor
+    """(tokens, width)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """An adapter directory that was read and checked against a model's architecture."""
@@ -122,6 +149,10 @@ class Adapter:
     """In the order of the model."""
     base_model: str | None
     """`base_model_name_or_path`."""
+    tokens: Mapping[str, AdapterTokens]
+    """Trained rows of the embedding and the head, by module of the GPT."""
+    embeddings: Mapping[str, Tensor]
+    """Complete weights (vocab_size, width), by module of the GPT: of a base model that was resized for training."""
 
 
 # Reading
@@ -132,6 +163,7 @@ def read_adapter(path: str | os.PathLike[str], config: GPTConfig) -> Adapter:
     directory = Path(path)
     table = _read_config(directory)
     tensors = _read_tensors(directory)
+    tokens, embeddings = _take_embeddings(directory, table, tensors, config)
     targets = {alias: target for target in lora_targets(config) for alias in _aliases(target.module)}
     grouped: dict[LoraTarget, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -156,7 +188,105 @@ def read_adapter(path: str | os.PathLike[str], config: GPTConfig) -> Adapter:
     ordered = [target for target in lora_targets(config) if target in grouped]
     modules = tuple(_module(directory, target, grouped[target], lora, table) for target in ordered)
     _check_shapes(directory, modules, config)
-    return Adapter(lora, modules, table.get("base_model_name_or_path"))
+    return Adapter(lora, modules, table.get("base_model_name_or_path"), tokens, embeddings)
+
+
+def adapter_vocab_size(path: str | os.PathLike[str]) -> int:
+    """The size of the vocabulary that the trained embeddings of an adapter need; 0 if it has none."""
+    indices = _read_config(Path(path)).get("trainable_token_indices") or ()
+    try:
+        lists = indices.values() if isinstance(indices, dict) else [indices]
+        sizes = [0, *(1 + int(token) for ids in lists for token in ids)]
+    except (TypeError, ValueError) as error:
+        raise _invalid_indices(Path(path), indices) from error
+    if (file := Path(path) / ADAPTER_WEIGHTS).is_file():
+        try:
+            with safe_open(file, "pt") as tensors:
+                names = list(tensors.keys())
+                complete = [name for name in names if name.endswith(COMPLETE_SUFFIXES) and ".lora_" not in name]
+                sizes += [tensors.get_slice(name).get_shape()[0] for name in complete]
+        except SafetensorError as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
+    return max(sizes)
+
+
+def _invalid_indices(directory: Path, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{directory / ADAPTER_CONFIG}: expected trainable_token_indices to be a list of token ids, or one for each "
+        f"module, got {value!r}"
+    )
+
+
+def _embedding_modules(config: GPTConfig) -> dict[str, str]:
+    """The modules of a GPT with a row for each token, by their Hugging Face names."""
+    mappings = tensor_mappings(config_to_hf(config)["model_type"], config)
+    names = {mapping.hf_name: mapping.name for mapping in mappings}
+    modules = {hf.rpartition(".")[0]: name.rpartition(".")[0] for hf, name in names.items()}
+    return {hf: name for hf, name in modules.items() if name in (EMBEDDING, HEAD)} | {HEAD: HEAD}
+
+
+def _take_embeddings(
+    directory: Path, table: Mapping[str, Any], tensors: dict[str, Tensor], config: GPTConfig
+) -> tuple[dict[str, AdapterTokens], dict[str, Tensor]]:
+    """Remove the tensors of embedding and head from `tensors`: trained rows, and complete weights.
+
+    PEFT also saves what a tied head shares with the embedding, which is ignored.
+    """
+    modules = {alias: name for hf, name in _embedding_modules(config).items() for alias in _aliases(hf)}
+    found: dict[str, dict[str, Tensor]] = {TOKENS_SUFFIX: {}, **{suffix: {} for suffix in COMPLETE_SUFFIXES}}
+    for name in list(tensors):
+        for suffix, by_module in found.items():
+            module = modules.get(name.removeprefix(PREFIX).removesuffix(suffix))
+            if name.endswith(suffix) and module is not None:
+                tensor = tensors.pop(name)
+                if module in token_modules(config):
+                    by_module[module] = tensor
+                break
+    tokens = {}
+    for module, ids in _token_ids(directory, table, modules, config).items():
+        rows = found[TOKENS_SUFFIX].pop(module, None)
+        expected = [len(ids), config.embd_size]
+        if rows is None or list(rows.shape) != expected:
+            got = "none" if rows is None else list(rows.shape)
+            raise CheckpointError(
+                f"{directory}: expected rows of trainable tokens of shape {expected} for {module}, got {got}"
+            )
+        tokens[module] = AdapterTokens(ids, rows)
+    for module in found[TOKENS_SUFFIX]:
+        raise CheckpointError(f"{directory}: trained rows of {module} are unexpected (trainable_token_indices)")
+    embeddings = {module: tensor for suffix in COMPLETE_SUFFIXES for module, tensor in found[suffix].items()}
+    for module, tensor in embeddings.items():
+        if tensor.ndim != 2 or tensor.shape[1] != config.embd_size or len(tensor) > config.vocab_size:
+            expected = [config.vocab_size, config.embd_size]
+            raise CheckpointError(
+                f"{directory}: expected {module} of shape {expected}, got {list(tensor.shape)}: use the base model "
+                "that the adapter was trained on"
+            )
+    return tokens, embeddings
+
+
+def _token_ids(
+    directory: Path, table: Mapping[str, Any], modules: Mapping[str, str], config: GPTConfig
+) -> dict[str, tuple[int, ...]]:
+    """The ids in `trainable_token_indices`, by module: a list is for the embedding and a head that is tied to it."""
+    indices = table.get("trainable_token_indices") or {}
+    by_name = indices if isinstance(indices, dict) else {"": indices}
+    ids: dict[str, tuple[int, ...]] = {}
+    for name, values in by_name.items():
+        matching = [module for hf, module in modules.items() if hf == name or hf.endswith(f".{name}")]
+        module = EMBEDDING if name == "" else next(iter(matching), None)
+        valid = isinstance(values, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in values)
+        if module is None or not valid or len(set(values)) != len(values):
+            raise _invalid_indices(directory, indices)
+        if outside := [token for token in values if not 0 <= token < config.vocab_size]:
+            raise CheckpointError(
+                f"{directory}: expected trainable tokens from 0 to {config.vocab_size - 1}, got {outside[0]}: resize "
+                "the vocabulary of the model first, or use the base model that the adapter was trained on"
+            )
+        ids[module] = tuple(values)
+    if config.tied_head and HEAD in ids and ids.pop(HEAD) != ids.get(EMBEDDING):
+        raise CheckpointError(f"{directory}: expected the same trainable tokens for a tied head, got {indices}")
+    return ids
 
 
 def _aliases(module: str) -> set[str]:
@@ -247,7 +377,9 @@ def load_adapter(model: GPT, path: str | os.PathLike[str], *, dtype: torch.dtype
     """Add the adapter of a directory to a model in place, as `apply_lora` does; returns its config."""
     adapter = read_adapter(path, model.config)
     ranks = {module.target.module: (len(module.down), module.alpha) for module in adapter.modules}
-    apply_lora(model, adapter.config, dtype=dtype, ranks=ranks)
+    tokens = {module: tokens.ids for module, tokens in adapter.tokens.items()}
+    _copy_embeddings(model, adapter)
+    apply_lora(model, adapter.config, dtype=dtype, ranks=ranks, tokens=tokens)
     _copy_tensors(model, adapter)
     return adapter.config
 
@@ -259,6 +391,9 @@ def load_adapter_weights(model: GPT, path: str | os.PathLike[str]) -> None:
     if current is None:
         raise ConfigError(f"expected a model with adapters to load {path} into: use load_adapter")
     settings, saved = _settings(model), {module.target.module: _shape(module) for module in adapter.modules}
+    tokens = {name: module.tokens for name, module in trainable_tokens(model).items()}
+    if tokens != {name: saved.ids for name, saved in adapter.tokens.items()}:
+        raise CheckpointError(f"{path} has other trainable tokens than this model: use the same tokenizer and template")
     if settings != saved or (current.use_rslora, current.use_dora) != (
         adapter.config.use_rslora,
         adapter.config.use_dora,
@@ -283,6 +418,18 @@ def _copy_tensors(model: GPT, adapter: Adapter) -> None:
             copy_full_(parameters[f"{prefix}.{name}"].detach(), tensor)
         if module.magnitude is not None:
             copy_full_(parameters[f"{prefix}.lora_magnitude_vector"].detach(), module.magnitude)
+    for name, tokens in adapter.tokens.items():
+        copy_full_(parameters[f"{name}.trainable_tokens"].detach(), tokens.rows)
+
+
+@torch.no_grad()
+def _copy_embeddings(model: GPT, adapter: Adapter) -> None:
+    """Replace the weights of embedding and head, as PEFT does, by those that were saved with the adapter."""
+    for name, tensor in adapter.embeddings.items():
+        weight = model.get_parameter(f"{name}.weight")
+        if hasattr(weight, "codes"):
+            raise CheckpointError(f"the adapter has a complete {name}, which is quantized here: use the dense model")
+        weight[: len(tensor)] = tensor.to(weight.device, weight.dtype)
 
 
 # The base model
@@ -349,7 +496,7 @@ def save_adapter(
     """
     table = adapter_config(model, base_model=base_model)
     tensors = dict(lora_parameters(model)) if state is None else state
-    modules = _module_names(model)
+    modules = _module_names(model) | {name: hf for hf, name in _embedding_modules(model.config).items()}
     stored = {}
     for name in (name for name, _ in lora_parameters(model)):
         prefix, _, parameter = name.rpartition(".")
@@ -384,6 +531,7 @@ def adapter_config(model: GPT, *, base_model: str | None = None) -> dict[str, An
         "bias": "none",
         "fan_in_fan_out": config_to_hf(model.config)["model_type"] == "gpt2",
         "modules_to_save": None,
+        "trainable_token_indices": _token_indices(model),
         "init_lora_weights": True,
         "inference_mode": True,
     }
@@ -401,6 +549,15 @@ def base_reference(path: str | os.PathLike[str] | None) -> tuple[str | None, str
     if folder == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/"), revision
     return str(directory), None
+
+
+def _token_indices(model: GPT) -> list[int] | dict[str, list[int]] | None:
+    """`trainable_token_indices`: a list for the embedding and a tied head, else a list for each module."""
+    ids = {name: list(module.tokens) for name, module in trainable_tokens(model).items()}
+    if ids.keys() <= {EMBEDDING}:
+        return ids.get(EMBEDDING)
+    modules = {name: hf.rpartition(".")[2] for hf, name in _embedding_modules(model.config).items()}
+    return {modules[name]: tokens for name, tokens in ids.items()}
 
 
 def _number(value: float) -> int | float:

@@ -16,7 +16,7 @@ from whimbrel import __version__
 from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_directory, format_bytes
 from whimbrel.config import dump_toml
-from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO, base_reference
+from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO, adapter_vocab_size, base_reference
 from whimbrel.model_io.load import load_model, read_config
 from whimbrel.model_io.locate import ModelLocation
 from whimbrel.model_io.save import copy_model, copy_text_files, exportable_location
@@ -179,9 +179,13 @@ def finalize_adapter(
         for name in (ADAPTER_WEIGHTS, BASE_INFO):
             if (location.directory / name).is_file():
                 shutil.copyfile(location.directory / name, directory / name)
-        copy_text_files(location, directory, read_config(location.root).config.vocab_size)
+        base_vocab_size = read_config(location.root).config.vocab_size
+        copy_text_files(location, directory, base_vocab_size)
         _replace_text_files(directory, chat_template, generation)
-        card = ADAPTER_CARD.format(name=Path(out).name, base=base_model)
+        needed = adapter_vocab_size(directory)
+        resize = f"model.resize_token_embeddings({needed})  # for the special tokens that the adapter adds\n"
+        resize = resize if needed > base_vocab_size else ""
+        card = ADAPTER_CARD.format(name=Path(out).name, base=base_model, resize=resize)
         (directory / MODEL_CARD).write_text(card, encoding="utf-8")
     return location
 
@@ -215,7 +219,8 @@ A LoRA adapter of `{base}`.
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), PATH)
+model = AutoModelForCausalLM.from_pretrained(BASE)
+{resize}model = PeftModel.from_pretrained(model, PATH)
 ```
 """
 

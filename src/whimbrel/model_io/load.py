@@ -20,7 +20,7 @@ from torch import nn
 from whimbrel import tokenization
 from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.config import to_table
-from whimbrel.model_io.adapter import ADAPTER_CONFIG, check_base, load_adapter
+from whimbrel.model_io.adapter import ADAPTER_CONFIG, adapter_vocab_size, check_base, load_adapter
 from whimbrel.model_io.llama2c import load_llama2c, load_llama2c_tokenizer, read_llama2c_config
 from whimbrel.model_io.locate import ModelLocation, locate_model, model_path
 from whimbrel.model_io.weights import (
@@ -268,9 +268,11 @@ def read_architecture(location: ModelLocation) -> GPTConfig:
     """The architecture of a model; the vocabulary of an adapter includes the tokens that were added to train it."""
     config = read_llama2c_config(location.root) if location.root.is_file() else read_config(location.root).config
     for each in location.chain:
-        if each.is_adapter and (each.directory / "tokenizer.json").is_file():
-            added = load_tokenizer(each.directory).vocab_size
-            config = replace(config, vocab_size=max(config.vocab_size, added))
+        if each.is_adapter:
+            needed = adapter_vocab_size(each.directory)
+            if (each.directory / "tokenizer.json").is_file():
+                needed = max(needed, load_tokenizer(each.directory).vocab_size)
+            config = replace(config, vocab_size=max(config.vocab_size, needed))
     return config
 
 

@@ -29,6 +29,7 @@ from whimbrel.models.layers import (
     padded_positions,
     rope_table,
 )
+from whimbrel.models.trainable_tokens import head_rows, head_weight
 from whimbrel.ops import attend, linear_cross_entropy
 
 __all__ = ["GPT", "IGNORE_INDEX", "Block", "GPTOutput", "GPTStage", "resize_vocabulary"]
@@ -223,10 +224,10 @@ class GPT(nn.Module):
         kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
         logits = self.logits(kept) if return_logits else None
         if loss_fn is not None:
-            return GPTOutput(loss_fn(hidden.flatten(0, 1), self.lm_head.weight), logits)
+            return GPTOutput(loss_fn(hidden.flatten(0, 1), head_weight(self.lm_head)), logits)
         if targets is None:
             return GPTOutput(None, logits)
-        loss_sum = next_token_loss(self.config, hidden, self.lm_head.weight, targets)
+        loss_sum = next_token_loss(self.config, hidden, self.lm_head, targets)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
         return GPTOutput(loss_sum / num_items_in_batch, logits)
@@ -375,17 +376,18 @@ def embed(parts: nn.ModuleDict, config: GPTConfig, input_ids: Tensor, positions:
 
 
 def next_token_loss(
-    config: GPTConfig, hidden: Tensor, head: Tensor, targets: Tensor, *, inplace_backward: bool = True
+    config: GPTConfig, hidden: Tensor, head: nn.Linear, targets: Tensor, *, inplace_backward: bool = True
 ) -> Tensor:
     """Cross-entropy of shifted targets (batch, tokens), summed in fp32; logits are not materialized."""
     return linear_cross_entropy(
         hidden.flatten(0, 1),
-        head,
+        head.weight,
         targets.flatten(),
         vocab_size=config.vocab_size,
         softcap=config.logit_softcap,
         ignore_index=IGNORE_INDEX,
         inplace_backward=inplace_backward,
+        replaced_rows=head_rows(head),
     )
 
 
@@ -455,7 +457,7 @@ class GPTStage(nn.Module):
             return x if x0 is None else (x, x0)
         hidden = self.transformer["ln_f"](x)
         # Zero-bubble schedules run backward twice, for inputs and for weights.
-        return next_token_loss(config, hidden, self.lm_head.weight, targets, inplace_backward=False)[None]
+        return next_token_loss(config, hidden, self.lm_head, targets, inplace_backward=False)[None]
 
 
 @torch.no_grad()

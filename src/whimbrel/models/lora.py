@@ -6,12 +6,14 @@
 A linear layer of a GPT fuses several modules of a Hugging Face model (q_proj, k_proj and v_proj; gate_proj and
 up_proj). Each of those has its own A and B, so an adapter has the tensors that PEFT expects. The base weight W is
 frozen; it may be quantized, since only products with it are computed.
+
+The embeddings of new tokens can be trained, too (`trainable_tokens`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -26,6 +28,7 @@ from whimbrel.distributed.state import copy_full_, full_tensor
 from whimbrel.models.config import GPTConfig
 from whimbrel.models.families import config_to_hf, tensor_mappings
 from whimbrel.models.gpt import GPT
+from whimbrel.models.trainable_tokens import TrainableTokensEmbedding, TrainableTokensLinear
 
 __all__ = [
     "LoraAdapter",
@@ -43,12 +46,16 @@ __all__ = [
     "lora_targets",
     "merge_lora",
     "remove_lora",
+    "token_modules",
+    "trainable_tokens",
 ]
 
 NOT_SUPPORTED = ("lm_head", "embed_tokens", "wte", "wpe")
 """Modules that PEFT supports and this module does not: their weights are also used outside their forward pass."""
 NORM_CHUNK = 2**24
 """Elements of a weight that DoRA dequantizes at a time to compute norms."""
+EMBEDDING, HEAD = "transformer.wte", "lm_head"
+TokenModule = TrainableTokensEmbedding | TrainableTokensLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,12 +322,14 @@ def apply_lora(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     ranks: Mapping[str, tuple[int, float]] | None = None,
+    tokens: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Add adapters in place and freeze all other parameters. The model computes the same function as before.
 
     Adapters are on the device of the weights, in `dtype` whatever the dtype of the weights. On the meta device, call
     `initialize_lora` after the weights are allocated and loaded. `ranks` has rank and alpha of modules (by full Hugging
-    Face name) whose values are not those of `config`.
+    Face name) whose values are not those of `config`. `tokens` has the ids of tokens whose rows in the embedding or the
+    head are trained, by module (`token_modules`); a tied head has the rows of the embedding.
     """
     if any(True for _ in lora_linears(model)):
         raise ConfigError("expected a model without adapters, got one that has them: merge_lora or remove_lora first")
@@ -339,15 +348,43 @@ def apply_lora(
             model.set_submodule(target.linear, linear)
         rank, alpha = (ranks or {}).get(target.module, (config.rank, config.alpha))
         linear.adapters[target.name] = LoraAdapter(target, linear.weight, config, rank, alpha, dtype)
+    _add_trainable_tokens(model, tokens or {}, dtype)
     if not next(lora_parameters(model))[1].is_meta:
         initialize_lora(model, seed)
+
+
+def token_modules(config: GPTConfig) -> tuple[str, ...]:
+    """The modules of a GPT whose weights have a row for each token: the embedding, and the head unless it is tied."""
+    return (EMBEDDING,) if config.tied_head else (EMBEDDING, HEAD)
+
+
+def _add_trainable_tokens(model: GPT, tokens: Mapping[str, Sequence[int]], dtype: torch.dtype) -> None:
+    for name, ids in tokens.items():
+        if name not in token_modules(model.config):
+            raise ConfigError(f"trainable tokens: expected one of {token_modules(model.config)}, got '{name}'")
+        module = TrainableTokensEmbedding if name == EMBEDDING else TrainableTokensLinear
+        model.set_submodule(name, module(cast(Any, model.get_submodule(name)), ids, dtype))
+    embedding = model.token_embedding
+    if model.config.tied_head and isinstance(embedding, TrainableTokensEmbedding):
+        model.lm_head = TrainableTokensLinear(model.lm_head, tied=embedding)
+
+
+def trainable_tokens(model: nn.Module) -> dict[str, TokenModule]:
+    """The modules with trained rows, by name; without a tied head."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, TrainableTokensEmbedding)
+        or (isinstance(module, TrainableTokensLinear) and not module.is_tied)
+    }
 
 
 @torch.no_grad()
 def initialize_lora(model: GPT, seed: int = 0) -> None:
     """Initialize adapters as PEFT does: A uniform, B zero, DoRA magnitudes the norms of the rows of the weights.
 
-    Values depend only on `seed`, not on the device, nor on how parameters are sharded. Collective if they are.
+    Trainable tokens start with the rows of the weights. Values depend only on `seed`, not on the device, nor on how
+    parameters are sharded. Collective if they are.
     """
     generator = torch.Generator().manual_seed(seed)
     for linear, adapter in lora_adapters(model):
@@ -358,6 +395,8 @@ def initialize_lora(model: GPT, seed: int = 0) -> None:
         if adapter.lora_magnitude_vector is not None and not linear.weight.is_meta:
             norms = row_norms(full_tensor(linear.weight.detach()), adapter, initial=True)
             copy_full_(adapter.lora_magnitude_vector.detach(), norms)
+    for module in trainable_tokens(model).values():
+        module.reset_rows()
 
 
 def lora_linears(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
@@ -373,9 +412,11 @@ def lora_adapters(model: nn.Module) -> Iterator[tuple[LoraLinear, LoraAdapter]]:
 
 
 def lora_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters, by name: all that are trained."""
+    """The parameters of the adapters and of trainable tokens, by name: all that are trained."""
     for name, linear in lora_linears(model):
         yield from linear.adapters.named_parameters(f"{name}.adapters")
+    for name, module in trainable_tokens(model).items():
+        yield f"{name}.trainable_tokens", module.trainable_tokens
 
 
 def find_lora_config(model: nn.Module) -> LoraConfig | None:
@@ -386,14 +427,15 @@ def find_lora_config(model: nn.Module) -> LoraConfig | None:
 @contextmanager
 def lora_disabled(model: nn.Module) -> Iterator[None]:
     """Within the context, the model computes the function of its base weights: the reference model of DPO."""
-    linears = [linear for _, linear in lora_linears(model) if linear.enabled]
+    modules = [*(linear for _, linear in lora_linears(model)), *trainable_tokens(model).values()]
+    enabled = [module for module in modules if module.enabled]
     try:
-        for linear in linears:
-            linear.enabled = False
+        for module in enabled:
+            module.enabled = False
         yield
     finally:
-        for linear in linears:
-            linear.enabled = True
+        for module in enabled:
+            module.enabled = True
 
 
 @torch.no_grad()
@@ -413,12 +455,13 @@ def merge_lora(model: GPT, *, requantize: bool = False) -> None:
     A quantized weight becomes dense, or with `requantize` is rounded to its format again, which changes the outputs.
     All parameters that are not quantized require gradients again.
     """
-    for _, linear in lora_linears(model):
-        merged = linear.merged_weight()
-        if hasattr(linear.weight, "codes") and not requantize:
-            linear.weight = nn.Parameter(merged)
+    for module in (*(linear for _, linear in lora_linears(model)), *trainable_tokens(model).values()):
+        merged = module.merged_weight()
+        if hasattr(module.weight, "codes") and not requantize:
+            module.weight = nn.Parameter(merged)
         else:
-            linear.weight.copy_(merged)
+            module.weight.copy_(merged)
+    model.tie_head()
     remove_lora(model)
 
 
@@ -431,5 +474,14 @@ def remove_lora(model: GPT) -> None:
         linear.fused_rows = lora.fused_rows
         linear.train(lora.training)
         model.set_submodule(name, linear)
+    if isinstance(model.token_embedding, TrainableTokensEmbedding):
+        trained = model.token_embedding
+        embedding = nn.Embedding(trained.num_embeddings, trained.embedding_dim, device="meta")
+        embedding.weight = trained.weight
+        model.set_submodule(EMBEDDING, embedding.train(model.training))
+    if isinstance(model.lm_head, TrainableTokensLinear):
+        head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False, device="meta")
+        head.weight = model.lm_head.weight
+        model.lm_head = head.train(model.training)
     for parameter in model.parameters():
         parameter.requires_grad_(not hasattr(parameter, "codes"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from whimbrel.base.errors import DataError
+from whimbrel.base.errors import ConfigError, DataError
 
 __all__ = [
     "check_targets",
@@ -56,6 +56,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = True,
+    replaced_rows: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Sum of the cross-entropy over the targets that are not `ignore_index`, a 0-d fp32 tensor.
 
@@ -63,15 +64,22 @@ def linear_cross_entropy(
     outside the vocabulary raise `DataError` on a CPU; on a GPU they fail a device-side assertion, as in
     `torch.nn.functional.cross_entropy`, to avoid a synchronization.
     `inplace_backward` saves memory; it must be False if the backward pass runs twice.
+    `replaced_rows` are row numbers and rows (width) that replace rows of a frozen `weight`; their gradients are
+    computed without one of the size of `weight`.
     """
     check_targets(targets_N, vocab_size, ignore_index)
     device = hidden_NC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
     grad_enabled = torch.is_grad_enabled()
-    needs_grad = (grad_enabled and hidden_NC.requires_grad, grad_enabled and weight_VC.requires_grad)
+    indices, rows_RC = (None, None) if replaced_rows is None else replaced_rows
+    trained = weight_VC if rows_RC is None else rows_RC
+    needs_grad = (grad_enabled and hidden_NC.requires_grad, grad_enabled and trained.requires_grad)
+    if rows_RC is not None and weight_VC.requires_grad:
+        raise ConfigError("replaced_rows: expected a frozen weight, got one that requires gradients")
     loss = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_NC, weight_VC, targets_N, vocab_size, softcap, ignore_index, dtype, needs_grad, inplace_backward
-    )
+        hidden_NC, weight_VC, rows_RC, indices, targets_N, vocab_size, softcap, ignore_index, dtype, needs_grad,
+        inplace_backward,
+    )  # fmt: skip
     return cast(Tensor, loss)
 
 
@@ -102,6 +110,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        replaced: Tensor | None,
+        indices: Tensor | None,
         targets: Tensor,
         vocab_size: int,
         softcap: float | None,
@@ -110,30 +120,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_grad: tuple[bool, bool],
         inplace_backward: bool,
     ) -> Tensor:
-        device = hidden.device.type
+        device, trained = hidden.device.type, weight if replaced is None else replaced
         with torch.autocast(device, enabled=False):
             hidden_cast, weight_cast = hidden.to(dtype), weight.to(dtype)
+            trained_cast = weight_cast if replaced is None else replaced.to(dtype)
             grad_hidden = torch.empty_like(hidden_cast) if needs_grad[0] else None
             losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
             rows = chunk_tokens(hidden, weight.shape[0] * dtype.itemsize)
             # Several chunks are accumulated in fp32. One chunk needs no accumulation, which saves memory.
-            grad_dtype = weight.dtype if rows >= hidden.shape[0] else torch.promote_types(weight.dtype, torch.float32)
-            grad_weight = torch.zeros_like(weight, dtype=grad_dtype) if needs_grad[1] else None
+            grad_dtype = trained.dtype if rows >= hidden.shape[0] else torch.promote_types(trained.dtype, torch.float32)
+            grad_weight = torch.zeros_like(trained, dtype=grad_dtype) if needs_grad[1] else None
             for start in range(0, hidden.shape[0], rows):
                 chunk = slice(start, start + rows)
                 logits = hidden_cast[chunk] @ weight_cast.T
+                if indices is not None:
+                    logits.index_copy_(1, indices, hidden_cast[chunk] @ trained_cast.T)
                 losses[chunk] = loss_and_gradient_(
                     logits, targets[chunk], vocab_size, softcap, ignore_index, any(needs_grad)
                 )
+                grad_logits = logits
+                if indices is not None and any(needs_grad):
+                    grad_logits = logits[:, indices]
+                    logits.index_fill_(1, indices, 0)
                 if grad_hidden is not None:
                     torch.mm(logits, weight_cast, out=grad_hidden[chunk])
+                    if indices is not None:
+                        grad_hidden[chunk].addmm_(grad_logits, trained_cast)
                 if grad_weight is not None:
-                    if logits.dtype == grad_weight.dtype:
-                        grad_weight.addmm_(logits.T, hidden_cast[chunk])
+                    if grad_logits.dtype == grad_weight.dtype:
+                        grad_weight.addmm_(grad_logits.T, hidden_cast[chunk])
                     else:
-                        grad_weight += logits.T @ hidden_cast[chunk]
+                        grad_weight += grad_logits.T @ hidden_cast[chunk]
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.dtypes, ctx.inplace = (hidden.dtype, weight.dtype), inplace_backward
+        ctx.dtypes, ctx.inplace, ctx.replaces = (hidden.dtype, trained.dtype), inplace_backward, indices is not None
         return losses.sum()
 
     @staticmethod
@@ -146,7 +165,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss) if ctx.inplace else grad_weight * grad_loss
             grad_weight = grad_weight.to(weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        grads = (None, grad_weight) if ctx.replaces else (grad_weight, None)
+        return grad_hidden, *grads, None, None, None, None, None, None, None, None
 
 
 def fused_loss_and_gradient_(

@@ -47,7 +47,7 @@ def build_finetuning_run(config: RunConfig, world: World, sample_func: SampleFun
     world.run_on_main(partial(fetch_from_mirror, config))
     config = with_recorded_micro_batch(config, world.dp_size)
     samples = prepare_samples(config, world)
-    model = initial_model(config, world, device, samples.tokenizer.vocab_size)
+    model = initial_model(config, world, device, samples.tokenizer.vocab_size, samples.added_tokens)
     recorded = with_micro_batch(config, model, device, world)
     train, collate = rows_of(samples.train, config, samples.tokenizer.eot_id)
     val = None if samples.val is None else rows_of(samples.val, config, samples.tokenizer.eot_id)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,19 +20,26 @@ from whimbrel.distributed.deferred_init import defer_loading, deferred_init
 from whimbrel.distributed.strategy import splits
 from whimbrel.model_io import load_base_model, load_weights, locate_model, read_config
 from whimbrel.models import GPT, apply_lora, resize_vocabulary
-from whimbrel.models.lora import initialize_lora
+from whimbrel.models.lora import initialize_lora, token_modules
 from whimbrel.precision import QuantizedWeight, torch_flags
 from whimbrel.train.config import RunConfig, TrainerConfig
 
-__all__ = ["create_model", "has_checkpoint", "init_model", "initial_model"]
+__all__ = ["add_adapters", "create_model", "has_checkpoint", "init_model", "initial_model", "resize"]
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def initial_model(config: RunConfig, world: World, device: torch.device, vocab_size: int | None = None) -> GPT:
+def initial_model(
+    config: RunConfig,
+    world: World,
+    device: torch.device,
+    vocab_size: int | None = None,
+    added_tokens: Sequence[int] = (),
+) -> GPT:
     """The model of a run before training, with a vocabulary of at least `vocab_size` tokens.
 
+    Adapters also train the embeddings of `added_tokens`.
     Weights are on the CPU or deferred (`create_model`); those that `model.weights` quantizes are on the device.
     """
     path = config.model.path
@@ -41,7 +48,7 @@ def initial_model(config: RunConfig, world: World, device: torch.device, vocab_s
     if path is None or (config.lora is None and has_checkpoint(config) and not path.exists()):
         # A checkpoint replaces the weights anyway.
         return create_model(partial(_init_resized, config, vocab_size), config, world)
-    model = _load_model(path, config, world, device, vocab_size)
+    model = _load_model(path, config, world, device, vocab_size, added_tokens)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedWeight) and config.lora is None:
             raise ConfigError(
@@ -75,42 +82,54 @@ def init_model(config: RunConfig) -> GPT:
 
 
 def _init_resized(config: RunConfig, vocab_size: int | None) -> GPT:
-    return _resize(init_model(config), vocab_size)
+    return resize(init_model(config), vocab_size)
 
 
 def _defers(config: TrainerConfig, world: World) -> bool:
     return splits(world, config.parallel) and config.train.weight_dtype is None
 
 
-def _load_model(path: Path, config: RunConfig, world: World, device: torch.device, vocab_size: int | None) -> GPT:
+def add_adapters(model: GPT, config: RunConfig, added_tokens: Sequence[int]) -> None:
+    """Add the adapters of `[lora]`, if any, and trainable rows for `added_tokens`."""
+    if config.lora is not None:
+        tokens = dict.fromkeys(token_modules(model.config), added_tokens) if added_tokens else None
+        apply_lora(model, config.lora, seed=config.train.seed, tokens=tokens)
+
+
+def _load_model(
+    path: Path,
+    config: RunConfig,
+    world: World,
+    device: torch.device,
+    vocab_size: int | None,
+    added_tokens: Sequence[int],
+) -> GPT:
     """The model in `path` with its adapters; if ranks have only parts of it, `wrap_model` reads those."""
     dtype, location = getattr(torch, config.train.default_dtype or "float32"), locate_model(path)
-    weights, seed, source = config.model.weights, config.train.seed, location.directory
+    weights, source = config.model.weights, location.directory
     stored = None if source.is_file() or location.is_adapter else read_config(source)
     grows = stored is not None and vocab_size is not None and vocab_size > stored.config.vocab_size
     if not _defers(config, world) or stored is None or stored.weight_format is not None or weights or grows:
         model = load_base_model(location, dtype=dtype, quantize=weights, device=None if weights is None else device)
-        _resize(model, vocab_size)
-        if config.lora is not None:
-            apply_lora(model, config.lora, seed=seed)
+        resize(model, vocab_size)
+        add_adapters(model, config, added_tokens)
     else:
         with torch.device("meta"):
             model = GPT(stored.config).to(dtype)
-        if config.lora is not None:
-            apply_lora(model, config.lora, seed=seed)
+        add_adapters(model, config, added_tokens)
 
         def load(model: nn.Module) -> None:
             assert isinstance(model, GPT)
             load_weights(model, source)
             if config.lora is not None:
-                initialize_lora(model, seed)
+                initialize_lora(model, config.train.seed)
 
         defer_loading(model, load)
     model.name_or_path = str(source)  # of a run, the checkpoint: a later one may have other weights
     return model
 
 
-def _resize(model: GPT, vocab_size: int | None) -> GPT:
+def resize(model: GPT, vocab_size: int | None) -> GPT:
     return (
         model if vocab_size is None or vocab_size <= model.config.vocab_size else resize_vocabulary(model, vocab_size)
     )

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed import Layout, World, apply_activation_checkpointing
-from whimbrel.model_io import locate_model, read_config
-from whimbrel.models import GPT, apply_lora
+from whimbrel.model_io import locate_model, open_model, read_config
+from whimbrel.models import GPT
 from whimbrel.optim import GroupConfig, OptimConfig, ParameterRow, ProjectInBackward, parameter_table
 from whimbrel.optim.build import OPTIONS_BY_OPTIMIZER
 from whimbrel.precision import MixedPrecision, prepare, quantize_, sdpa_backends
@@ -24,9 +24,10 @@ from whimbrel.train import build
 from whimbrel.train.build import accumulation_steps
 from whimbrel.train.config import RunConfig, TrainConfig
 from whimbrel.train.device import Stopwatch, choose_device
-from whimbrel.train.initial_model import init_model
+from whimbrel.train.initial_model import add_adapters, init_model, resize
 from whimbrel.train.memory_tracker import MemoryTracker, simulated_device
 from whimbrel.train.objectives import ModelObjective
+from whimbrel.train.samples import added_tokens, choose_template
 from whimbrel.train.step import TrainStep
 
 __all__ = [
@@ -283,10 +284,20 @@ def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
         if config.lora is not None:
             if (weight_format := _frozen_format(config)) is not None:
                 quantize_(model, weight_format)
-            apply_lora(model, config.lora)
+            vocab_size, tokens = _added_tokens(config)
+            add_adapters(resize(model, vocab_size), config, tokens)
     model.to_empty(device=device)
     model.tie_head()
     return model
+
+
+def _added_tokens(config: RunConfig) -> tuple[int | None, list[int]]:
+    """The size of the run's vocabulary, and the ids of the special tokens that `data.template` adds."""
+    if config.data.template is None or config.model.path is None or not config.model.path.exists():
+        return None, []
+    source = open_model(config.model.path)
+    tokenizer = choose_template(source, config.data.template)[1]
+    return tokenizer.vocab_size, added_tokens(source.tokenizer, tokenizer)
 
 
 def _frozen_format(config: RunConfig) -> str | None:

@@ -28,7 +28,14 @@ from whimbrel.tokenization.chat_template import TEMPLATE_FILE
 from whimbrel.train.config import RunConfig
 from whimbrel.train.initial_model import has_checkpoint
 
-__all__ = ["ChatTokenizer", "PreparedSamples", "is_preference", "prepare_samples"]
+__all__ = [
+    "ChatTokenizer",
+    "PreparedSamples",
+    "added_tokens",
+    "choose_template",
+    "is_preference",
+    "prepare_samples",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +75,8 @@ class PreparedSamples:
     """None if there are only documents and the model has none."""
     template_name: str
     """Where the template comes from, for messages."""
-    added_tokens: int
-    """Number of special tokens that the model does not know yet."""
+    added_tokens: tuple[int, ...]
+    """Ids of the special tokens that the template adds to the tokenizer of the model."""
     stats: SampleStats
     """Counts of training and held-out samples together."""
     report: ReadReport
@@ -88,11 +95,6 @@ def prepare_samples(config: RunConfig, world: World | None = None) -> PreparedSa
     directory = config.output_dir / SAMPLES
     (world or World()).run_on_main(partial(_ensure_written, config, directory))
     report = parse_json((directory / REPORT_FILE).read_bytes())
-    if report["added_tokens"] and config.lora is not None:
-        raise ConfigError(
-            f"the template {config.data.template} adds special tokens to the tokenizer, whose embeddings adapters do "
-            "not train: train all weights (--full, no [lora]), or choose a template whose tokens the model has"
-        )
     has_val = (directory / "val").is_dir()
     return PreparedSamples(
         directory=directory,
@@ -101,10 +103,23 @@ def prepare_samples(config: RunConfig, world: World | None = None) -> PreparedSa
         tokenizer=ChatTokenizer(directory),
         template=load_chat_template(directory),
         template_name=report["template"],
-        added_tokens=report["added_tokens"],
+        added_tokens=tuple(report["added_tokens"]),
         stats=SampleStats(**report["stats"]),
         report=ReadReport(**report["read"] | {"skipped": Counter(report["read"]["skipped"])}),
     )
+
+
+def choose_template(source: ModelSource, name: str | None) -> tuple[ChatTemplate | None, Tokenizer]:
+    """The chat template of a run with `data.template = name`, and the tokenizer with its special tokens."""
+    if name is None:
+        return source.chat_template(), source.tokenizer
+    return apply_builtin_template(name, source.tokenizer)
+
+
+def added_tokens(tokenizer: Tokenizer, extended: Tokenizer) -> list[int]:
+    """The ids that only the extended tokenizer has."""
+    vocabularies = [set(each.pipeline.get_vocab(with_added_tokens=True).values()) for each in (extended, tokenizer)]
+    return sorted(vocabularies[0] - vocabularies[1])
 
 
 def _ensure_written(config: RunConfig, directory: Path) -> None:
@@ -175,11 +190,8 @@ def _short(value: Any) -> str:
 
 def _write(config: RunConfig, request: Mapping[str, Any], directory: Path) -> None:
     source, data = open_model(_model_path(config)), config.data
-    template, tokenizer, name = source.chat_template(), source.tokenizer, "that of the model"
-    if data.template is not None:
-        template, tokenizer = apply_builtin_template(data.template, tokenizer)
-        name = f"{data.template} (built in)"
-    added = tokenizer.vocab_size - source.tokenizer.vocab_size
+    template, tokenizer = choose_template(source, data.template)
+    name = "that of the model" if data.template is None else f"{data.template} (built in)"
     assert data.sources is not None
     with atomic_directory(directory, replace=True) as folder:
         _save_processing_files(source, tokenizer, template, folder)
@@ -198,7 +210,7 @@ def _write(config: RunConfig, request: Mapping[str, Any], directory: Path) -> No
             val.save(folder / "val")
         report = {
             "template": name if template is not None else "none",
-            "added_tokens": added,
+            "added_tokens": added_tokens(source.tokenizer, tokenizer),
             "stats": asdict(stats),
             "read": {
                 "formats": reader.report.formats,
