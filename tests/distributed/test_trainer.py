@@ -231,14 +231,19 @@ def test_unsupported_settings_are_rejected_at_startup(
 
 
 @pytest.mark.parametrize(("ranks", "parallel"), [DDP, FSDP], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("lora", [{"lora": {"rank": 4}}, {}], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "lora",
+    [{"lora": {"rank": 4}}, {"lora": {"rank": 4}, "data": {"template": "gemma"}}, {}],
+    ids=["lora", "lora-new-tokens", "full"],
+)
 def test_fine_tuning_on_samples_is_that_of_one_process(
     pool: Pool, tmp_path: Path, lora: dict[str, Any], ranks: int, parallel: dict[str, Any]
 ) -> None:
     base = save_base_model(tmp_path / "base")
     chats = write_chats(tmp_path / "chats.jsonl", reversal_task()[0][:60])
     train = {"steps": 6, "micro_batch": 4, "tokens_per_step": 512}
-    sections = {"data": {"val": 0.2}, "validation": {"every": 3}, "train": train, **lora}
+    sections = {"validation": {"every": 3}, "train": train, **lora}
+    sections["data"] = {"val": 0.2} | sections.get("data", {})
     one, several = (
         to_table(run_config(base, chats, tmp_path / name, **sections)) for name in ("one", "several")
     )  # fmt: skip

@@ -40,8 +40,8 @@ class _TrainableTokens(nn.Module):
     def reset_rows(self) -> None:
         """Copy the rows from the weight. Collective if parameters are sharded."""
         self.token_indices.copy_(torch.tensor(self.tokens))
-        weight: Any = full_tensor(self.weight.detach())[list(self.tokens)]
-        copy_full_(self.trainable_tokens.detach(), weight.dequantize() if hasattr(weight, "codes") else weight)
+        rows = F.embedding(self.token_indices, full_tensor(self.weight.detach()))  # also of a quantized weight
+        copy_full_(self.trainable_tokens.detach(), rows)
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whimbrel.base.errors import DataError
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.ops import cross_entropy, linear_cross_entropy, linear_cross_entropy_reference
 
 N, C, V, PADDED = 300, 32, 1000, 1024
@@ -39,6 +39,32 @@ def test_loss_and_gradients_match_the_reference(
     for a, b in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert grads[1][V:].abs().max() == 0
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("rows", [64, 1000])
+def test_replaced_rows_have_the_gradients_of_rows_of_the_weight(
+    softcap: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * PADDED * 4)
+    hidden, weight, targets = case()
+    targets[:20] = 7
+    indices, frozen = torch.tensor([7, 999, 0]), weight.detach().clone()
+    values = weight.detach()[indices].requires_grad_()
+    frozen[indices] = 100.0  # must not be used
+    options = {"vocab_size": V, "softcap": softcap}
+    expected = linear_cross_entropy_reference(hidden, weight, targets, **options)
+    expected_grads = torch.autograd.grad(expected / 3, (hidden, weight))
+    loss = linear_cross_entropy(hidden, frozen, targets, replaced_rows=(indices, values), **options)
+    grads = torch.autograd.grad(loss / 3, (hidden, values))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grads[0], expected_grads[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grads[1], expected_grads[1][indices], atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, frozen, targets, replaced_rows=(indices, values), **options)
+    torch.testing.assert_close(evaluated, expected)
+    with pytest.raises(ConfigError, match="expected a frozen weight"):
+        linear_cross_entropy(hidden, weight, targets, replaced_rows=(indices, values), **options)
 
 
 def test_fp64_matmuls_stay_fp64() -> None:

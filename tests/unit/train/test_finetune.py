@@ -233,12 +233,6 @@ def test_a_model_without_template_needs_one(chats: Path, tmp_path: Path) -> None
         prepare_samples(run_config(plain, chats, tmp_path / "run", data={"template": "chatlm"}))
 
 
-def test_adapters_do_not_train_new_special_tokens(chats: Path, tmp_path: Path) -> None:
-    plain = save_base_model(tmp_path / "plain", special=("<|endoftext|>",), template=None)
-    with pytest.raises(ConfigError, match="adds special tokens"):
-        prepare_samples(run_config(plain, chats, tmp_path / "run", data={"template": "chatml"}, **LORA))
-
-
 # Training
 
 
@@ -295,6 +289,52 @@ def test_lora_saves_an_adapter_that_loads_on_its_base(
     ids = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, ours.eval()(ids).logits, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_lora_trains_the_special_tokens_of_a_new_template(
+    chats: Path, tmp_path: Path, tied: bool, weights: str | None
+) -> None:
+    plain = save_base_model(tmp_path / "plain", special=("<|endoftext|>",), template=None, tied_head=tied)
+    model = {"path": str(plain)} | ({} if weights is None else {"weights": weights})
+    sections = {"model": model, "data": {"template": "chatml", "val": 0.1}, "validation": {"every": 2}, **LORA}
+    config = run_config(plain, chats, tmp_path / "run", train={"steps": 6}, **sections)
+    trainer = Trainer.from_config(config)
+    trainer.train()
+    saved = latest_checkpoint(tmp_path / "run") / "model"
+    indices = json.loads((saved / "adapter_config.json").read_text())["trainable_token_indices"]
+    assert indices == ([257, 258] if tied else {"embed_tokens": [257, 258], "lm_head": [257, 258]})
+
+    ours, loaded = trainer.unwrapped_model().eval(), load_model(saved)
+    assert loaded.config.vocab_size == 259
+    ids = torch.tensor([[257, 1, 258, 2, 257, 258]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, ours(ids).logits, atol=1e-5, rtol=1e-5)
+    mean = load_model(plain).token_embedding.weight[:257].mean(0)
+    rows = ours.token_embedding.trainable_tokens
+    assert all((row - mean).abs().max() > 1e-4 for row in rows)
+    assert (rows[0] - rows[1]).abs().max() > 1e-4
+
+    interrupted = run_config(plain, chats, tmp_path / "resumed", train={"steps": 3}, **sections)
+    train(interrupted)
+    train(replace(interrupted, train=replace(interrupted.train, steps=6)))
+    resumed = latest_checkpoint(tmp_path / "resumed") / "model"
+    name = "adapter_model.safetensors"
+    assert (resumed / name).read_bytes() == (saved / name).read_bytes()
+
+
+def test_the_reference_of_dpo_has_the_initial_rows_of_new_tokens(preferences: Path, tmp_path: Path) -> None:
+    plain = save_base_model(tmp_path / "plain", special=("<|endoftext|>",), template=None)
+    train(
+        run_config(
+            plain, preferences, tmp_path / "run", data={"template": "chatml"}, objective={"name": "dpo"},
+            train={"steps": 8}, **LORA,
+        )
+    )  # fmt: skip
+    steps = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "step"]
+    assert steps[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"]
 
 
 def test_a_quantized_directory_is_refused_without_adapters(base: Path, chats: Path, tmp_path: Path) -> None:
@@ -409,10 +449,16 @@ def test_memory_prediction_counts_trained_parameters_only(base: Path, chats: Pat
     _, qlora = predict(model={"path": str(base), "weights": "int4"}, **LORA)
     assert qlora.weights < lora.weights
     assert (qlora.gradients, qlora.states) == (lora.gradients, lora.states)
+    data = {"path": str(chats), "template": "gemma"}  # two special tokens that the model does not have
+    config, tokens = predict(data=data, **LORA)
+    shutil.rmtree(tmp_path / "run")
+    weights, gradients, moments = parts(config)
+    assert tokens.gradients == gradients == lora.gradients + 2 * 2 * 4 * config.model.embd_size
+    assert (tokens.weights, tokens.states) == (pytest.approx(weights, rel=0.01), pytest.approx(moments, rel=0.01))
 
 
 def test_special_tokens_of_the_base_are_kept(base: Path, chats: Path, tmp_path: Path) -> None:
     samples = prepare_samples(run_config(base, chats, tmp_path / "run", **LORA))
     assert samples.tokenizer.vocab_size == 256 + len(CHAT_TOKENS)
-    assert samples.added_tokens == 0
+    assert samples.added_tokens == ()
     assert load_tokenizer(samples.directory).fingerprint == load_tokenizer(base).fingerprint
