@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.model_io import Adapter, ModelSource, check_tokenizer, open_model, read_adapter
-from whimbrel.model_io.adapter import AdapterModule, check_base
+from whimbrel.model_io.adapter import AdapterModule, adapter_vocab_size, check_base
 from whimbrel.model_io.locate import ModelLocation, model_path
 from whimbrel.models import GPT
 from whimbrel.models.lora import LoraAdapter, LoraConfig, find_lora_config, row_norms
@@ -127,10 +127,7 @@ def with_adapters(model: GPT, adapters: Mapping[str, Adapter], max_batch: int) -
     by_linear: dict[str, list[list[tuple[LoraConfig, AdapterModule]]]] = {}
     for index, (name, adapter) in enumerate(adapters.items()):
         if adapter.tokens or adapter.embeddings:
-            raise ConfigError(
-                f"adapter {name} has embeddings of its own for some tokens, which is not supported with "
-                "other adapters: serve it alone, or merge it"
-            )
+            raise _own_embeddings(name)
         for module in adapter.modules:
             each = by_linear.setdefault(module.target.linear, [[] for _ in adapters])
             each[index].append((adapter.config, module))
@@ -153,6 +150,8 @@ def open_adapter(
     `tokenizer` is that of the model, for adapters without one. Without `base`, only the adapter itself is read.
     """
     directory = model_path(path)
+    if adapter_vocab_size(directory):
+        raise _own_embeddings(name)
     adapter = read_adapter(directory, model.config)
     check_base(model, directory, "the model" if base is None else base.directory)
     if base is None:
@@ -164,3 +163,10 @@ def open_adapter(
     except ConfigError as error:
         raise ConfigError(f"adapter {name}: {error}, or serve it alone") from error
     return adapter, source
+
+
+def _own_embeddings(name: str) -> ConfigError:
+    return ConfigError(
+        f"adapter {name} has its own embeddings of some tokens, which is not supported next to others: serve it "
+        "alone, or merge it"
+    )
