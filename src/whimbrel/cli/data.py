@@ -21,6 +21,13 @@ Separator = Annotated[
     ),
 ]
 TextKey = Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) of the text.")]
+Encoding = Annotated[str, typer.Option(help="Encoding of text and jsonl files, such as latin-1 or utf-16.")]
+SkipBad = Annotated[
+    bool,
+    typer.Option(
+        "--skip-bad", help="Skip documents that cannot be read (not UTF-8, not JSON, without text) and count them."
+    ),
+]
 
 tokenizer_app = typer.Typer(help="Train a tokenizer, or inspect one.", no_args_is_help=True)
 
@@ -30,7 +37,7 @@ def prepare(
         list[str] | None,
         typer.Argument(
             help="Parquet, jsonl or text files (also .gz, .zst), directories, globs, or Hub datasets as "
-            "owner/dataset[:config]. (default: FineWeb sample-10BT)",
+            "owner/dataset[:config]. With --total-tokens it may be omitted: the default is FineWeb sample-10BT.",
         ),
     ] = None,
     out_dir: Annotated[
@@ -41,11 +48,13 @@ def prepare(
     total_tokens: Annotated[int | None, typer.Option(help="Training tokens to write. (default: all)")] = None,
     val: Annotated[list[str] | None, typer.Option(help="Source of the validation split; can be repeated.")] = None,
     val_tokens: Annotated[
-        int, typer.Option(help="Tokens to hold out of SOURCE for validation, as complete documents chosen by hash.")
+        int, typer.Option(help="Tokens to hold out of SOURCE for validation: documents, or parts of long ones.")
     ] = 0,
     tokenizer: Annotated[str, typer.Option(help="gpt2, a tokenizer.json, or a directory with one.")] = "gpt2",
     text_key: TextKey = "text",
     separator: Separator = None,
+    encoding: Encoding = "utf-8",
+    skip_bad: SkipBad = False,
     name: Annotated[str | None, typer.Option(help="Prefix of the shard file names. (default: from SOURCE)")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tokenizer threads. (default: all cores)")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Tokenize on a Ray cluster instead (extra `ray`).")] = False,
@@ -65,6 +74,11 @@ def prepare(
 
     if ray and workers is not None:
         raise ConfigError(f"--workers {workers} applies to threads on this machine: omit it with --ray")
+    if not source and total_tokens is None:
+        raise ConfigError(
+            "expected a SOURCE, such as a directory of text files (whimbrel prepare my-texts); for FineWeb, pass "
+            f"--total-tokens N, or {FINEWEB} for all of it (10 billion tokens)"
+        )
     sources = source or [FINEWEB]
     name = name or source_name(sources[0])
     directory = out_dir or default_directory(name, sources, total_tokens)
@@ -82,6 +96,8 @@ def prepare(
         val_tokens=val_tokens,
         text_key=text_key,
         separator=separator,
+        encoding=encoding,
+        skip_bad=skip_bad,
         backend=encode_on_ray if ray else encode_on_threads(workers or available_cores()),
         progress=ProgressBar(),
     )
@@ -99,12 +115,30 @@ def train_tokenizer_command(
     min_frequency: Annotated[int, typer.Option(help="Minimum frequency of a pair to be merged.")] = 2,
     text_key: TextKey = "text",
     separator: Separator = None,
+    encoding: Encoding = "utf-8",
+    skip_bad: SkipBad = False,
 ) -> None:
     """Train a byte-level BPE tokenizer and save it in Hugging Face format, which `transformers` loads too."""
-    from whimbrel.data.sources import iter_documents
+    from whimbrel.base.errors import DataError
+    from whimbrel.data.manifest import read_manifest
+    from whimbrel.data.sources import iter_documents, with_skip_hint
     from whimbrel.tokenization import train_tokenizer
 
-    tokenizer = train_tokenizer(iter_documents(source, text_key, separator), vocab_size, min_frequency=min_frequency)
+    errors: list[DataError] = []
+
+    def skip(error: DataError) -> None:
+        if not skip_bad:
+            raise with_skip_hint(error) from error
+        errors.append(error)
+
+    manifest = read_manifest(out_dir)
+    documents = iter_documents(source, text_key, separator, encoding, skip)
+    tokenizer = train_tokenizer(documents, vocab_size, min_frequency=min_frequency)
+    if errors:
+        count = f"{len(errors):,} document{'s' * (len(errors) != 1)}"
+        print(f"skipped {count} that could not be read, the first one: {errors[0]}", file=sys.stderr)
+    if manifest is not None and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{out_dir} has shards prepared with its tokenizer.json: choose another --out-dir")
     tokenizer.save(out_dir)
     print(f"wrote {out_dir / 'tokenizer.json'}: {tokenizer.vocab_size:,} ids")
 

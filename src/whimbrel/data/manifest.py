@@ -76,6 +76,10 @@ class ShardSettings:
     """Column (parquet) or key (jsonl) of the text."""
     separator: str | None = None
     """Separator between documents in text files; None: each file is one document."""
+    encoding: str = "utf-8"
+    """Encoding of text and jsonl files."""
+    skip_bad: bool = False
+    """Whether documents that cannot be read are skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,8 @@ class Manifest:
     """All shards, in stream order within each split."""
     documents: int = 0
     """Number of documents read."""
+    skipped: int = 0
+    """Number of documents that could not be read and were skipped."""
     resume: ResumePoint | None = None
     """Where an interrupted preparation resumes; None once it is complete."""
 

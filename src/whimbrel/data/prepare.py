@@ -40,7 +40,15 @@ from whimbrel.data.manifest import (
     write_manifest,
 )
 from whimbrel.data.shards import MAX_TOKENS, ShardWriter
-from whimbrel.data.sources import FINEWEB, DocumentBatch, Source, check_separator, resolve_source
+from whimbrel.data.sources import (
+    FINEWEB,
+    DocumentBatch,
+    Source,
+    check_encoding,
+    check_separator,
+    resolve_sources,
+    with_skip_hint,
+)
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.tokenization.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
@@ -52,6 +60,9 @@ HELD_OUT_FACTOR = 4.0
 """Oversampling factor of validation candidates, so that enough documents are found; unused candidates become training
 data.
 """
+HELD_OUT_PARTS = 8
+"""Documents longer than this part of the validation tokens are split, so that few long documents can be divided too."""
+MIN_PART_TOKENS = 64
 HELD_OUT_SHARE = 0.01
 """Share of documents considered for validation if the size of the source is unknown."""
 RAY_BATCHES_AHEAD = 8
@@ -74,6 +85,8 @@ def prepare(
     val_tokens: int = 0,
     text_key: str = "text",
     separator: str | None = None,
+    encoding: str = "utf-8",
+    skip_bad: bool = False,
     backend: Backend | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -82,18 +95,19 @@ def prepare(
 
     The tokenizer is saved too, so that `load_tokenizer(out_dir)` returns the one that the shards were prepared with.
 
-    `val` lists the sources of the validation split. `val_tokens` instead holds out complete documents of `sources`,
-    selected by hash, and excludes copies of them from training. `backend` runs the encoding: `encode_on_threads(n)`
-    (default: all cores) or `encode_on_ray`; the shards are the same bytes with either.
+    `val` lists the sources of the validation split. `val_tokens` instead holds out documents of `sources`, selected by
+    hash, and excludes copies of them from training; documents that are long compared with `val_tokens` are split for
+    this. `encoding` is that of text and jsonl files. `skip_bad` skips documents that cannot be read. `backend` runs the
+    encoding: `encode_on_threads(n)` (default: all cores) or `encode_on_ray`; the shards are the same bytes with either.
     """
     directory = Path(out_dir)
     _check_arguments(name, shard_size, total_tokens, val, val_tokens)
     parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not parent.is_dir():
         raise ConfigError(f"expected a directory for --out-dir, got {directory}: {parent} is a file")
-    val_sources = [source for path in val for source in resolve_source(path)]
-    train_sources = [source for path in sources for source in resolve_source(path)]
+    val_sources, train_sources = resolve_sources(val), resolve_sources(sources)
     check_separator(separator, val_sources + train_sources)
+    check_encoding(encoding, val_sources + train_sources)
     settings = ShardSettings(
         name=name,
         shard_size=shard_size,
@@ -102,6 +116,8 @@ def prepare(
         val_share=_val_share(train_sources, total_tokens, val_tokens),
         text_key=text_key,
         separator=separator,
+        encoding=encoding,
+        skip_bad=skip_bad,
     )
     planned = Manifest(
         tool=f"whimbrel {__version__}",
@@ -115,7 +131,7 @@ def prepare(
         settings=settings,
         resume=ResumePoint(source=0, batch=0),
     )
-    _check_disjoint(planned)
+    _check_copies(planned)
     manifest = _resumed_manifest(directory, planned)
     _check_tokenizer(directory, tokenizer)
     if manifest.resume is None:
@@ -124,7 +140,7 @@ def prepare(
     train_bytes = [source.text_bytes() for source in train_sources]
     collector = _ShardCollector(directory, manifest, tokenizer, len(val_sources), train_bytes)
     batches = (backend or encode_on_threads(available_cores()))(
-        val_sources + train_sources, manifest.resume, BatchEncoder(tokenizer, settings.val_share), settings
+        val_sources + train_sources, manifest.resume, BatchEncoder.from_settings(tokenizer, settings), settings
     )
     return collector.run(batches, progress or NoProgress())
 
@@ -133,6 +149,7 @@ def default_directory(name: str, sources: Sequence[str], total_tokens: int | Non
     """The default `--out-dir`: `data/NAME` and the token budget, as in `data/fineweb20M`; `10B` for all of FineWeb."""
     if total_tokens is None:
         return Path("data") / (f"{name}10B" if list(sources) == [FINEWEB] else name)
+    name = f"{name}-" if name[-1].isdigit() else name
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if total_tokens >= size:
             return Path("data") / f"{name}{total_tokens / size:g}{unit}"
@@ -158,7 +175,7 @@ class _ShardCollector:
             ShardWriter(directory, manifest.settings, split, tokenizer.dtype, manifest.shards_of(split))
             for split in SPLITS
         )
-        self._documents = manifest.documents
+        self._documents, self._skipped, self._first_error = manifest.documents, manifest.skipped, ""
         self._held_out = {document_hash(document) for document in self._val.documents(tokenizer.eot_id)}
 
     def run(self, batches: Iterator[tuple[ResumePoint, EncodedBatch]], progress: Progress) -> Manifest:
@@ -191,6 +208,8 @@ class _ShardCollector:
 
     def _add(self, point: ResumePoint, encoded: EncodedBatch) -> None:
         self._documents += encoded.documents
+        self._skipped += encoded.skipped
+        self._first_error = self._first_error or encoded.first_error
         if point.source < self._num_val_sources:
             self._val.add(encoded.tokens)
             return
@@ -222,10 +241,11 @@ class _ShardCollector:
 
     def _check_result(self) -> None:
         if not self._train.tokens and self._val.tokens and self._settings.val_tokens:
-            raise DataError(
-                "--val-tokens held out all documents: pass a smaller number, split text files into more documents with "
-                "--separator, or use --val"
-            )
+            raise DataError("--val-tokens held out all documents: pass a smaller number, or use --val")
+        if self._skipped:
+            first = f", the first one: {self._first_error}" if self._first_error else ""
+            count = f"{self._skipped:,} document{'s' * (self._skipped != 1)}"
+            logger.warning("skipped %s that could not be read%s", count, first)
         if not self._train.tokens:
             raise DataError("the training sources have no text: expected at least one non-empty document")
         if self._num_val_sources and not self._val.tokens:
@@ -235,8 +255,8 @@ class _ShardCollector:
             logger.warning("the source has only %d of the %d training tokens requested", self._train.tokens, total)
         if self._val.tokens < val_tokens:
             logger.warning(
-                "held out only %d of the %d validation tokens requested: --val-tokens takes complete documents; split "
-                "text files into documents with --separator, or use --val",
+                "held out only %d of the %d validation tokens requested: the source is too small; pass a smaller "
+                "number, or use --val",
                 self._val.tokens,
                 val_tokens,
             )
@@ -245,7 +265,9 @@ class _ShardCollector:
         if not self._manifest.shards:
             self._save_first()
         shards = self._train.write() + self._val.write()
-        self._manifest = dataclasses.replace(self._manifest, shards=shards, documents=self._documents, resume=resume)
+        self._manifest = dataclasses.replace(
+            self._manifest, shards=shards, documents=self._documents, skipped=self._skipped, resume=resume
+        )
         write_manifest(self._directory, self._manifest)
 
     def _save_first(self) -> None:
@@ -281,6 +303,10 @@ class EncodedBatch:
     """Documents whose hash makes them candidates for validation."""
     documents: int
     """Number of documents in the batch."""
+    skipped: int
+    """Number of documents that could not be read."""
+    first_error: str
+    """Why the first of them could not be read; empty if there are none."""
     progress: float | None
     """`DocumentBatch.progress`."""
 
@@ -291,20 +317,65 @@ class BatchEncoder:
 
     tokenizer: Tokenizer
     val_share: float
+    max_length: int
+    """Characters above which a document is split into parts, of which some may be held out; only with `val_share`."""
+    skip_bad: bool
+
+    @classmethod
+    def from_settings(cls, tokenizer: Tokenizer, settings: ShardSettings) -> BatchEncoder:
+        """The encoder of a preparation."""
+        part = max(settings.val_tokens // HELD_OUT_PARTS, MIN_PART_TOKENS)
+        return cls(tokenizer, settings.val_share, part * BYTES_PER_TOKEN, settings.skip_bad)
 
     def __call__(self, batch: DocumentBatch) -> EncodedBatch:
         """Raises DataError with the location of the document."""
         train: list[NDArray[Any]] = [np.empty(0, dtype=self.tokenizer.dtype)]
         held_out: list[NDArray[Any]] = []
+        errors: list[str] = []
         documents = batch.parse()
         for number, text in documents:
             try:
-                (tokens,) = self.tokenizer.encode_documents((text,))
+                if isinstance(text, DataError):
+                    raise text
+                parts = split_text(text, self.max_length) if self.val_share else [text]
+                try:
+                    tokens = self.tokenizer.encode_documents(parts)
+                except DataError as error:
+                    raise DataError(f"{batch.location} {number}: {error}") from error
             except DataError as error:
-                raise DataError(f"{batch.location} {number}: {error}") from error
-            candidate = self.val_share and int.from_bytes(document_hash(tokens), "big") < self.val_share * 2**64
-            (held_out if candidate else train).append(tokens)
-        return EncodedBatch(np.concatenate(train), tuple(held_out), len(documents), batch.progress)
+                if not self.skip_bad:
+                    raise with_skip_hint(error) from error
+                errors.append(str(error))
+                continue
+            self._assign(tokens, train, held_out)
+        first_error = errors[0] if errors else ""
+        read = len(documents) - len(errors)
+        return EncodedBatch(np.concatenate(train), tuple(held_out), read, len(errors), first_error, batch.progress)
+
+    def _assign(self, parts: Iterable[NDArray[Any]], train: list[NDArray[Any]], held_out: list[NDArray[Any]]) -> None:
+        """Add the parts of one document to the split of each.
+
+        Every part starts with the end-of-text token, which is dropped where training text continues without a gap.
+        """
+        continues = False
+        for tokens in parts:
+            if self.val_share and int.from_bytes(document_hash(tokens), "big") < self.val_share * 2**64:
+                held_out.append(tokens)
+                continues = False
+            else:
+                train.append(tokens[1:] if continues else tokens)
+                continues = True
+
+
+def split_text(text: str, size: int) -> list[str]:
+    """Split a text into parts of at most `size` characters, after a line break or before a space where possible."""
+    parts, start = [], 0
+    while len(text) - start > size:
+        end, half = start + size, start + size // 2
+        cut = text.rfind("\n", half, end) + 1 or max(text.rfind(" ", half + 1, end), 0) or end
+        parts.append(text[start:cut])
+        start = cut
+    return [*parts, text[start:]]
 
 
 def document_hash(tokens: NDArray[Any]) -> bytes:
@@ -336,7 +407,7 @@ def encode_on_threads(workers: int) -> Backend:
         def batches() -> Iterator[tuple[ResumePoint, DocumentBatch]]:
             for index in range(start.source, len(sources)):
                 skip = start.batch if index == start.source else 0
-                source_batches = sources[index].batches(settings.text_key, settings.separator, skip)
+                source_batches = sources[index].batches(settings.text_key, settings.separator, skip, settings.encoding)
                 for number, batch in enumerate(source_batches, skip + 1):
                     yield ResumePoint(source=index, batch=number), batch
 
@@ -404,8 +475,8 @@ def _encode_source(
 ) -> Iterator[EncodedBatch]:
     """The Ray task: encode one file from its batch `skip` on."""
     text, eot_token = tokenizer
-    encoder = BatchEncoder(Tokenizer.from_json(text, eot_token), settings.val_share)
-    for batch in source.batches(settings.text_key, settings.separator, skip):
+    encoder = BatchEncoder.from_settings(Tokenizer.from_json(text, eot_token), settings)
+    for batch in source.batches(settings.text_key, settings.separator, skip, settings.encoding):
         yield encoder(batch)
 
 
@@ -427,9 +498,15 @@ def _check_arguments(name: str, shard_size: int, total_tokens: int | None, val: 
         raise ConfigError("--val and --val-tokens both define the validation split: pass only one of them")
 
 
-def _check_disjoint(manifest: Manifest) -> None:
-    """Raise if a file is used for both training and validation."""
-    train = {(source.size, source.sha256): source.name for source in manifest.sources if source.role == "train"}
+def _check_copies(manifest: Manifest) -> None:
+    """Raise if a file is used for both training and validation; warn about copies of a training file."""
+    train: dict[tuple[int, str], str] = {}
+    for source in manifest.sources:
+        if source.role == "train" and source.size:
+            key = (source.size, source.sha256)
+            if key in train:
+                logger.warning("%s is a copy of %s: its text is used twice", source.name, train[key])
+            train.setdefault(key, source.name)
     for source in manifest.sources:
         if source.role == "val" and source.size and (name := train.get((source.size, source.sha256))) is not None:
             raise DataError(

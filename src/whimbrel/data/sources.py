@@ -6,6 +6,7 @@ to `DocumentBatch.parse`, so that worker threads can do it. `Source.rows` reads 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import glob
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
+from whimbrel.config import suggest
 from whimbrel.data.manifest import SourceRecord
 
 __all__ = [
@@ -29,11 +31,14 @@ __all__ = [
     "LocalFile",
     "Row",
     "Source",
+    "check_encoding",
     "check_separator",
     "is_source",
     "iter_documents",
     "resolve_source",
+    "resolve_sources",
     "source_name",
+    "with_skip_hint",
 ]
 
 FINEWEB = "HuggingFaceFW/fineweb:sample-10BT"
@@ -56,9 +61,10 @@ MAX_DOCUMENT_BYTES = 1 << 28
 MAX_SEPARATOR_BYTES = 1 << 12
 """Maximum separator length in bytes, counting each newline twice."""
 LINE_END = re.compile(rb"\n")
+logger = logging.getLogger(__name__)
 
-Documents = list[tuple[int, str]]
-"""Texts with their numbers in the file, for error messages. Empty documents are omitted."""
+Documents = list[tuple[int, str | DataError]]
+"""Texts with their numbers in the file, or why one cannot be read. Empty documents are omitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class DocumentBatch:
     location: str
     """Start of error messages, completed by a document number: `a.jsonl, line`."""
     parse: Callable[[], Documents]
-    """Parses the documents. Raises DataError with the location."""
+    """Parses the documents; the errors of those that cannot be read include the location."""
     progress: float | None
     """Share of the source read up to the end of this batch, for estimates; None if the size is unknown."""
 
@@ -95,7 +101,9 @@ class Source(Protocol):
     def text_bytes(self) -> int | None:
         """Estimated bytes of text; None if unknown before reading."""
 
-    def batches(self, text_key: str, separator: str | None, skip: int) -> Iterator[DocumentBatch]:
+    def batches(
+        self, text_key: str, separator: str | None, skip: int, encoding: str = "utf-8"
+    ) -> Iterator[DocumentBatch]:
         """The documents in order, without the first `skip` batches."""
 
     def rows(self) -> Iterator[Row]:
@@ -124,10 +132,21 @@ def resolve_source(source: str) -> Sequence[Source]:
         matches = sorted(file for file in map(Path, names) if file.is_file())
     if matches:
         return [_supported_file(file) for file in matches]
-    if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None:
+    if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None and (":" in source or not path.parent.is_dir()):
         dataset, _, config = source.partition(":")
         return [HubDataset(dataset, config or None)]
-    raise DataError(f"no such file: {source}; {_expected_source()}")
+    raise DataError(f"no such file: {source}{_similar_file(path)}; {_expected_source()}")
+
+
+def resolve_sources(sources: Sequence[str]) -> list[Source]:
+    """The files and datasets of several sources; one that is listed twice is read once."""
+    resolved: dict[object, Source] = {}
+    for source in itertools.chain.from_iterable(map(resolve_source, sources)):
+        key = source.path.resolve() if isinstance(source, LocalFile) else source
+        if key in resolved:
+            logger.warning("%s is listed more than once: it is read once", source.name)
+        resolved.setdefault(key, source)
+    return list(resolved.values())
 
 
 def is_source(path: Path) -> bool:
@@ -141,14 +160,34 @@ def is_source(path: Path) -> bool:
     return any(_file_type(file)[0] for file in files) and not any(file.suffix == ".bin" for file in files)
 
 
-def iter_documents(sources: Sequence[str], text_key: str = "text", separator: str | None = None) -> Iterator[str]:
-    """The texts of all documents of `sources`, in order."""
-    resolved = [source for path in sources for source in resolve_source(path)]
+def with_skip_hint(error: DataError) -> DataError:
+    """The error of a document that cannot be read, with the options that help."""
+    encoding = "set --encoding, or " if "not UTF-8" in str(error) else ""
+    return DataError(f"{error}; {encoding}pass --skip-bad to skip such documents")
+
+
+def _raise(error: DataError) -> None:
+    raise error
+
+
+def iter_documents(
+    sources: Sequence[str],
+    text_key: str = "text",
+    separator: str | None = None,
+    encoding: str = "utf-8",
+    on_error: Callable[[DataError], None] = _raise,
+) -> Iterator[str]:
+    """The texts of all documents of `sources`, in order; `on_error` is called for each that cannot be read."""
+    resolved = resolve_sources(sources)
     check_separator(separator, resolved)
+    check_encoding(encoding, resolved)
     for source in resolved:
-        for batch in source.batches(text_key, separator, skip=0):
+        for batch in source.batches(text_key, separator, 0, encoding):
             for _, text in batch.parse():
-                yield text
+                if isinstance(text, str):
+                    yield text
+                else:
+                    on_error(text)
 
 
 def check_separator(separator: str | None, sources: Sequence[Source]) -> None:
@@ -166,12 +205,25 @@ def check_separator(separator: str | None, sources: Sequence[Source]) -> None:
         raise ConfigError(f"--separator {separator!r} applies to text files, but no source is one: omit it")
 
 
+def check_encoding(encoding: str, sources: Sequence[Source]) -> None:
+    """Raise for an unknown encoding, and for one without effect."""
+    try:
+        "a".encode(encoding)
+    except (LookupError, ValueError) as error:
+        raise ConfigError(f"unknown --encoding {encoding!r}: pass one that Python knows, such as latin-1") from error
+    is_text = any(isinstance(source, LocalFile) and source.kind != "parquet" for source in sources)
+    if codecs.lookup(encoding).name != "utf-8" and not is_text:
+        raise ConfigError(f"--encoding {encoding} applies to text and jsonl files, but no source is one: omit it")
+
+
 def source_name(source: str) -> str:
     """A short name for shards prepared from `source`, from its directory, file or dataset name."""
     path = Path(source)
     if glob.has_magic(source) and not path.exists():
         path = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
-    name = path.resolve().name if path.is_dir() else path.name.split(":")[0].split(".")[0]
+    name = path.resolve().name if path.is_dir() else path.name.split(":")[0]
+    suffixes = "|".join(re.escape(suffix) for suffix in (*FILE_TYPES, *CODECS))
+    name = re.sub(rf"({suffixes})+$", "", name, flags=re.IGNORECASE) if not path.is_dir() else name
     return re.sub(r"[\W_]+", "-", name).strip("-") or "text"
 
 
@@ -201,14 +253,16 @@ class LocalFile:
         """The file size, multiplied by a typical ratio if compressed."""
         return self.path.stat().st_size * (COMPRESSION_RATIO if self.codec or self.kind == "parquet" else 1)
 
-    def batches(self, text_key: str, separator: str | None, skip: int) -> Iterator[DocumentBatch]:
+    def batches(
+        self, text_key: str, separator: str | None, skip: int, encoding: str = "utf-8"
+    ) -> Iterator[DocumentBatch]:
         """The documents in order; skipped batches are read but not parsed."""
         if self.kind == "parquet":
             batches = _parquet_batches(self.path, text_key)
         elif self.kind == "jsonl":
-            batches = _jsonl_batches(self.path, self.codec, text_key)
+            batches = _jsonl_batches(self.path, self.codec, text_key, encoding)
         else:
-            batches = _text_batches(self.path, self.codec, separator)
+            batches = _text_batches(self.path, self.codec, separator, encoding)
         return itertools.islice(batches, skip, None)
 
     def rows(self) -> Iterator[Row]:
@@ -217,8 +271,8 @@ class LocalFile:
             return _parquet_rows(self.path)
         if self.kind == "jsonl":
             return _jsonl_rows(self.path, self.codec)
-        texts = (text for batch in _text_batches(self.path, self.codec, None) for _, text in batch.parse())
-        return (Row(str(self.path), {"text": text}) for text in texts)
+        texts = (text for batch in _text_batches(self.path, self.codec, None, "utf-8") for _, text in batch.parse())
+        return (Row(str(self.path), text if isinstance(text, DataError) else {"text": text}) for text in texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +294,10 @@ class HubDataset:
     def text_bytes(self) -> None:
         """None: unknown before reading."""
 
-    def batches(self, text_key: str, _separator: str | None, skip: int) -> Iterator[DocumentBatch]:
-        """The rows in order; `_separator` applies to text files only."""
+    def batches(
+        self, text_key: str, _separator: str | None, skip: int, _encoding: str = "utf-8"
+    ) -> Iterator[DocumentBatch]:
+        """The rows in order; `_separator` and `_encoding` apply to files only."""
         location, row = f"{self.name}, row", skip * BATCH_DOCUMENTS
         rows = self._rows(row)
         while batch := list(itertools.islice(rows, BATCH_DOCUMENTS)):
@@ -272,8 +328,8 @@ class HubDataset:
             ) from error
         except Exception as error:  # each transport of the Hub client has its own exceptions
             raise DataError(
-                f"cannot open {self.name} on the Hugging Face Hub ({_one_line(error)}): check the name and the "
-                f"network, or {local_files}"
+                f"no such file, and cannot open {self.name} on the Hugging Face Hub ({_one_line(error)}): check the "
+                f"name and the network, or {local_files}"
             ) from error
         for row in itertools.count(skip):
             try:
@@ -310,10 +366,10 @@ def _parquet_batches(path: Path, text_key: str) -> Iterator[DocumentBatch]:
             yield DocumentBatch(location, parse, row / file.metadata.num_rows)
 
 
-def _jsonl_batches(path: Path, codec: str | None, text_key: str) -> Iterator[DocumentBatch]:
+def _jsonl_batches(path: Path, codec: str | None, text_key: str, encoding: str) -> Iterator[DocumentBatch]:
     """Lines of a jsonl file, one JSON object each."""
     location, line = f"{path}, line", 1
-    for block, progress in _read_blocks(path, codec, LINE_END):
+    for block, progress in _read_blocks(path, codec, LINE_END, encoding):
         yield DocumentBatch(location, functools.partial(_parse_lines, block, location, line, text_key), progress)
         line += block.count(b"\n")
 
@@ -352,35 +408,43 @@ def _jsonl_rows(path: Path, codec: str | None) -> Iterator[Row]:
         first += block.count(b"\n")
 
 
-def _text_batches(path: Path, codec: str | None, separator: str | None) -> Iterator[DocumentBatch]:
+def _text_batches(path: Path, codec: str | None, separator: str | None, encoding: str) -> Iterator[DocumentBatch]:
     """A text file as one document, or split at `separator`. A newline in the separator matches LF and CRLF."""
     location, number = f"{path}, document", 1
     pattern = None
     if separator:
         lines = separator.replace("\r\n", "\n").split("\n")
         pattern = re.compile(rb"\r?\n".join(re.escape(line.encode()) for line in lines))
-    for block, progress in _read_blocks(path, codec, pattern):
+    for block, progress in _read_blocks(path, codec, pattern, encoding):
         yield DocumentBatch(location, functools.partial(_parse_texts, block, location, number, pattern), progress)
         number += sum(1 for _ in pattern.finditer(block)) if pattern else 1
     if pattern and number == 1:
-        logging.getLogger(__name__).warning("%s does not contain the separator %r: it is one document", path, separator)
+        logger.warning("%s does not contain the separator %r: it is one document", path, separator)
 
 
-def _read_blocks(path: Path, codec: str | None, pattern: re.Pattern[bytes] | None) -> Iterator[tuple[bytes, float]]:
-    """The content of a file in blocks that end after a match of `pattern` (None: one block), with the share read."""
+def _read_blocks(
+    path: Path, codec: str | None, pattern: re.Pattern[bytes] | None, encoding: str = "utf-8"
+) -> Iterator[tuple[bytes, float]]:
+    """The content of a file in blocks that end after a match of `pattern` (None: one block), with the share read.
+
+    Other encodings are converted to UTF-8. Bytes that are invalid in them are kept, so that parsing finds them.
+    """
     import pyarrow as pa
 
     pending = bytearray()
+    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
     with _data_errors(f"{path} is not a readable {codec or 'text'} file"), pa.OSFile(str(path)) as raw:
         file, size = pa.CompressedInputStream(raw, codec) if codec else raw, raw.size()
         while block := file.read(BATCH_BYTES):
             searched = max(0, len(pending) - MAX_SEPARATOR_BYTES)  # a separator may span two reads
-            pending += block
+            pending += block if is_utf8 else decoder.decode(block).encode("utf-8", "surrogateescape")
             end = max((match.end() for match in pattern.finditer(pending, searched)), default=0) if pattern else 0
             if end:
                 yield bytes(pending[:end]), raw.tell() / size
                 del pending[:end]
             _check_length(path, len(pending))
+        pending += b"" if is_utf8 else decoder.decode(b"", final=True).encode("utf-8", "surrogateescape")
     if pending:
         yield bytes(pending), 1.0
 
@@ -397,9 +461,10 @@ def _parse_column(column: Any, location: str, first: int) -> Documents:
         try:
             text = value.as_py()
         except UnicodeDecodeError as error:
-            raise DataError(f"{location} {row}: not UTF-8 at byte {error.start} of the text") from error
+            parsed.append((row, DataError(f"{location} {row}: not UTF-8 at byte {error.start} of the text")))
+            continue
         if not isinstance(text, str):
-            raise DataError(f"{location} {row}: expected a string, got {type(text).__name__}; fix or remove the row")
+            text = DataError(f"{location} {row}: expected a string, got {_type_name(text)}")
         if text:
             parsed.append((row, text))
     return parsed
@@ -412,14 +477,12 @@ def _parse_lines(block: bytes, location: str, first: int, text_key: str) -> Docu
             continue
         try:
             text = _parse_json_line(line)[text_key]
+            if not isinstance(text, str):
+                raise DataError(f"expected a string in '{text_key}', got {_type_name(text)}")
         except DataError as error:
-            raise DataError(f"{location} {number}: {error}") from error
-        except (KeyError, TypeError, IndexError) as error:
-            raise DataError(
-                f"{location} {number}: no key '{text_key}'; set --text-key to the key of the text"
-            ) from error
-        if not isinstance(text, str):
-            raise DataError(f"{location} {number}: expected a string in '{text_key}', got {type(text).__name__}")
+            text = DataError(f"{location} {number}: {error}")
+        except (KeyError, TypeError, IndexError):
+            text = DataError(f"{location} {number}: no key '{text_key}'; set --text-key to the key of the text")
         if text:
             parsed.append((number, text))
     return parsed
@@ -440,10 +503,11 @@ def _parse_texts(block: bytes, location: str, first: int, pattern: re.Pattern[by
     pieces = [piece.strip(b"\r\n") for piece in pattern.split(block)] if pattern else [block]
     parsed: Documents = []
     for number, piece in enumerate(pieces, first):
+        text: str | DataError
         try:
             text = piece.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise DataError(f"{location} {number}: not UTF-8 at byte {error.start} of the document") from error
+            text = DataError(f"{location} {number}: not UTF-8 at byte {error.start} of the document")
         if text:
             parsed.append((number, text))
     return parsed
@@ -452,11 +516,17 @@ def _parse_texts(block: bytes, location: str, first: int, pattern: re.Pattern[by
 def _parse_rows(rows: list[dict[str, Any]], location: str, first: int, text_key: str) -> Documents:
     parsed: Documents = []
     for number, row in enumerate(rows, first):
-        if not isinstance(row.get(text_key), str):
-            raise DataError(f"{location} {number}: no text in '{text_key}'; set --text-key to one of {', '.join(row)}")
-        if row[text_key]:
-            parsed.append((number, row[text_key]))
+        text = row.get(text_key)
+        if not isinstance(text, str):
+            names = ", ".join(row)
+            text = DataError(f"{location} {number}: no text in '{text_key}'; set --text-key to one of {names}")
+        if text:
+            parsed.append((number, text))
     return parsed
+
+
+def _type_name(value: object) -> str:
+    return "null" if value is None else type(value).__name__
 
 
 @contextlib.contextmanager
@@ -496,6 +566,14 @@ def _file_type(path: Path) -> tuple[str | None, str | None]:
     if kind is None or (codec is not None and kind == "parquet"):
         return None, None
     return kind, codec
+
+
+def _similar_file(path: Path) -> str:
+    """A hint at the entry of the same directory with the most similar name."""
+    with contextlib.suppress(OSError, ValueError):
+        name = suggest(path.name, [entry.name for entry in path.parent.iterdir()])
+        return "" if name is None else f" (did you mean {path.parent / name}?)"
+    return ""
 
 
 def _supported_suffixes() -> str:

@@ -108,7 +108,7 @@ BAD = {
     "null text": (
         "a.parquet",
         parquet(pa.table({"text": ["x", None]})),
-        "row 1: expected a string, got NoneType",
+        "row 1: expected a string, got null",
     ),
     "unknown kind": ("a.pdf", b"%PDF", "expected a .parquet, .jsonl"),
 }
@@ -193,6 +193,30 @@ def test_full_disk_leaves_an_existing_tokenizer(whimbrel, workdir: Path, monkeyp
     done = whimbrel("prepare", "birds.jsonl", "--tokenizer", "out", "--out-dir", "out", "--shard-size", "50")
     assert "birds_train_00000" in done.err
     assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
+
+
+def test_tokenizer_train_does_not_overwrite_the_tokenizer_of_shards(whimbrel, workdir: Path) -> None:
+    Path("birds.jsonl").write_bytes(GOOD)
+    Path("waders.txt").write_text("the whimbrel is a wader " * 20)
+    options = ("--vocab-size", "270", "--out-dir", "data")
+    assert whimbrel("tokenizer", "train", "birds.jsonl", *options).code == 0
+    assert whimbrel("prepare", "birds.jsonl", "--tokenizer", "data", "--out-dir", "data").code == 0
+    before = Path("data/tokenizer.json").read_bytes()
+    assert whimbrel("tokenizer", "train", "birds.jsonl", *options).code == 0  # the same tokenizer again
+    refused = whimbrel("tokenizer", "train", "waders.txt", *options)
+    assert refused.code == 2
+    assert "choose another --out-dir" in refused.err
+    assert Path("data/tokenizer.json").read_bytes() == before
+    assert whimbrel("verify", "data").code == 0
+
+
+def test_prepare_without_a_source_does_not_download(whimbrel, workdir: Path) -> None:
+    refused = whimbrel("prepare")
+    assert refused.code == 2
+    assert refused.out == ""
+    assert "expected a SOURCE" in refused.err
+    assert "HuggingFaceFW/fineweb:sample-10BT" in refused.err
+    assert list(workdir.iterdir()) == []
 
 
 def test_prepare_does_not_overwrite_another_tokenizer(whimbrel, workdir: Path) -> None:

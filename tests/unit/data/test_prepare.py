@@ -124,21 +124,21 @@ def test_short_source_logs_a_warning(corpus, tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_single_document_cannot_be_split_for_validation(
+def test_single_short_document_cannot_be_split_for_validation(
     held_out: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether a document is held out depends on its hash; either way the message suggests a separator."""
+    """Whether a document is held out depends on its hash; either way the message suggests --val."""
     texts = (f"document {number}" for number in range(100))
     hashes = ((text, document_hash(GPT2.encode_documents((text,))[0])) for text in texts)
     text = next(text for text, found in hashes if (int.from_bytes(found, "big") < 2**63) == held_out)
     (tmp_path / "a.txt").write_text(text)
     if held_out:
-        with pytest.raises(DataError, match="held out all documents.*--separator"):
+        with pytest.raises(DataError, match="held out all documents.*--val"):
             prepare([str(tmp_path / "a.txt")], tmp_path / "out", GPT2, name="a", val_tokens=50)
     else:
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", GPT2, name="a", val_tokens=50)
         assert "held out only 0 of the 50 validation tokens" in caplog.text
-        assert "--separator" in caplog.text
+        assert "use --val" in caplog.text
 
 
 def test_large_vocabulary_is_stored_as_uint32(
@@ -250,6 +250,8 @@ def test_default_names_come_from_the_source(tmp_path: Path) -> None:
     assert source_name("HuggingFaceFW/fineweb:sample-10BT") == "fineweb"
     assert source_name("texts/my_val_set.jsonl.gz") == "my-val-set"
     assert source_name(str(tmp_path / "x" / "*.parquet")) == "x"
+    assert source_name("licenses/Apache-2.0.txt") == "Apache-2-0"
+    assert default_directory("Apache-2-0", ["Apache-2.0.txt"], 10_000) == Path("data/Apache-2-0-10K")
     assert default_directory("fineweb", [FINEWEB], 20_000_000) == Path("data/fineweb20M")
     assert default_directory("fineweb", [FINEWEB], None) == Path("data/fineweb10B")
     assert default_directory("fineweb", ["fineweb/*.parquet"], None) == Path("data/fineweb")
