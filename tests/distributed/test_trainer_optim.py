@@ -16,6 +16,8 @@ from tests.distributed.pool import Pool
 from tests.support.runs import prepare_text
 
 from whimbrel.distributed.layout import resolve_layout
+from whimbrel.model_io import save_model
+from whimbrel.models import GPT, GPTConfig
 from whimbrel.train.config import build_run_config
 from whimbrel.train.memory_mesh import predict_mesh_memory
 
@@ -157,6 +159,24 @@ def test_a_rank_allocates_what_was_predicted(pool: Pool, new_run: NewRun, name: 
     (predicted,) = predict_mesh_memory(config, resolve_layout(config.parallel, RANKS, RANKS), "cpu")
     found = pool.run(RANKS, jobs.allocated_bytes, folder, RANKS, changes)
     most = max(found, key=sum)
+    for category in ("weights", "gradients", "states"):
+        allocated = getattr(most, category)
+        assert allocated <= getattr(predicted, category) <= allocated + 64 * most.parameters, category
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("weights", [None, "int8"], ids=["dense", "int8"])
+def test_a_rank_with_adapters_allocates_what_was_predicted(
+    pool: Pool, new_run: NewRun, weights: str | None, strategy: str
+) -> None:
+    folder = new_run()
+    save_model(GPT(GPTConfig(**jobs.MODEL)), folder / "base")
+    changes = {"model.path": str(folder / "base"), "lora.rank": 4, "parallel.strategy": strategy, "train.steps": 2}
+    changes |= {} if weights is None else {"model.weights": weights}
+    config = build_run_config(jobs.config_table(folder, RANKS, changes))
+    (predicted,) = predict_mesh_memory(config, resolve_layout(config.parallel, RANKS, RANKS), "cpu")
+    most = max(pool.run(RANKS, jobs.allocated_bytes, folder, RANKS, changes), key=sum)
+    assert most.gradients < most.weights / 5
     for category in ("weights", "gradients", "states"):
         allocated = getattr(most, category)
         assert allocated <= getattr(predicted, category) <= allocated + 64 * most.parameters, category

@@ -106,7 +106,8 @@ def allocated_bytes(folder: Path, ranks: int, changes: dict[str, Any]) -> Bytes:
 
 
 def allocated(tensors: Iterable[Any]) -> int:
-    local = (tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors if isinstance(tensor, Tensor))
+    parts = (part for tensor in tensors for part in (getattr(tensor, "codes", tensor), getattr(tensor, "scales", None)))
+    local = (tensor.to_local() if is_dtensor(tensor) else tensor for tensor in parts if isinstance(tensor, Tensor))
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
     return sum(storages.values())
 

@@ -131,6 +131,14 @@ def test_dry_run_writes_the_config_and_trains_nothing(workdir: Path, capsys: pyt
     assert config.lora.use_rslora
 
 
+def test_memory_of_several_ranks_is_predicted(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_base_model(Path("base"))
+    write_chats(Path("chats.jsonl"), reversal_task()[0], repeat=4)
+    command = ("finetune", "base", "chats.jsonl", "--out-dir", "run", "--dry-run", "--train.device=cpu", "--nproc", "2")
+    assert whimbrel(*command, "--parallel.strategy=fsdp") == 0
+    assert "at the peak of a rank" in capsys.readouterr().out
+
+
 def test_skipped_rows_and_long_samples_are_reported(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_base_model(Path("base"))
     chats = write_chats(Path("chats.jsonl"), [*reversal_task()[0][:30], ("0" * 30, "1" * 60)])

@@ -108,8 +108,9 @@ def _run(config: RunConfig, overrides: Sequence[str], dry_run: bool, plain: bool
     from whimbrel.train.samples import prepare_samples
 
     samples = prepare_samples(config)
-    config = _with_batch_size(config, samples, processes_to_start(nproc, 0, config) or 1)
-    for line in _describe(config, samples):
+    ranks = processes_to_start(nproc, 0, config) or 1
+    config = _with_batch_size(config, samples, ranks)
+    for line in _describe(config, samples, ranks):
         print(line)
     file = config.output_dir / "config.toml"
     if not has_checkpoint(config):
@@ -202,7 +203,7 @@ def _with_batch_size(config: RunConfig, samples: PreparedSamples, ranks: int) ->
 # What is printed before training
 
 
-def _describe(config: RunConfig, samples: PreparedSamples) -> Iterator[str]:
+def _describe(config: RunConfig, samples: PreparedSamples, ranks: int) -> Iterator[str]:
     from whimbrel.train.finetune import rows_of
 
     stats, report, pairs = samples.stats, samples.report, samples.train.pair
@@ -225,7 +226,7 @@ def _describe(config: RunConfig, samples: PreparedSamples) -> Iterator[str]:
     yield from _warnings(config, samples)
     yield from _example(samples)
     yield _line("Training", _training(config, len(rows)))
-    yield _line("Memory", _memory(config))
+    yield _line("Memory", _memory(config, ranks))
 
 
 def _line(label: str, text: str) -> str:
@@ -270,14 +271,22 @@ def _training(config: RunConfig, rows: int) -> str:
     return f"{objective}, {what}{quantized}; {length}, {per_step} sequences each; learning rate {config.optim.lr:g}"
 
 
-def _memory(config: RunConfig) -> str:
+def _memory(config: RunConfig, ranks: int) -> str:
     from whimbrel.base.errors import WhimbrelError
     from whimbrel.base.files import format_bytes
+    from whimbrel.distributed.layout import resolve_layout
+    from whimbrel.train.device import choose_device
     from whimbrel.train.memory import predict_memory
+    from whimbrel.train.memory_mesh import predict_mesh_memory
 
     try:
-        [prediction] = predict_memory(config)
+        if ranks == 1:
+            [prediction] = predict_memory(config)
+        else:
+            layout, device = resolve_layout(config.parallel, ranks, ranks), choose_device(config.train.device)
+            [prediction] = predict_mesh_memory(config, layout, device.type)
     except WhimbrelError as error:
         return f"not predicted: {error}"
     parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in prediction.at_peak.items())
-    return f"{format_bytes(prediction.peak)} at the peak ({parts})"
+    rank = "" if ranks == 1 else " of a rank"
+    return f"{format_bytes(prediction.peak)} at the peak{rank} ({parts})"

@@ -36,7 +36,7 @@ from whimbrel.train.preference import DPO, ORPO
 from whimbrel.train.samples import PreparedSamples, prepare_samples
 from whimbrel.train.target_values import precompute_reference
 
-__all__ = ["build_finetuning_run", "rows_of"]
+__all__ = ["build_finetuning_run", "create_objective", "rows_of"]
 
 Collate = Callable[[list[Any]], Any]
 
@@ -93,6 +93,20 @@ def _resolve_steps(config: RunConfig, world: World) -> RunConfig:
     )
 
 
+def create_objective(config: RunConfig, model: GPT) -> Objective:
+    """The objective of samples, as configured; values of a reference or teacher that it lacks are in the batches."""
+    settings = config.objective
+    if settings.name == "orpo":
+        return ORPO(settings.beta)
+    if settings.name == "dpo":
+        dpo = DPO(settings.beta, settings.loss, settings.label_smoothing)
+        is_base = settings.reference in (None, "base") and config.lora is not None
+        return replace(dpo, reference=partial(lora_disabled, model)) if is_base else dpo
+    if settings.name == "distill":
+        return Distillation(settings.temperature)
+    return ModelObjective(count_name="supervised_tokens")
+
+
 def _build_objective(
     config: RunConfig,
     model: GPT,
@@ -102,19 +116,13 @@ def _build_objective(
     world: World,
 ) -> tuple[Objective | None, Mapping[str, Any]]:
     """The objective, and the datasets with the values of a reference or teacher that it needs."""
-    settings = config.objective
-    if settings.name == "orpo":
-        return ORPO(settings.beta), datasets
-    if settings.name == "dpo":
-        dpo = DPO(settings.beta, settings.loss, settings.label_smoothing)
-        if (settings.reference or "base") == "base" and config.lora is not None:
-            return replace(dpo, reference=partial(lora_disabled, model)), datasets
-        return dpo, _precomputed_reference(config, model, datasets, collate, samples, world)
-    if settings.name == "distill":
-        distillation = Distillation(settings.temperature)
-        return distillation, _precomputed_teacher(config, model, datasets, collate, samples, world)
+    objective = create_objective(config, model)
+    if isinstance(objective, DPO) and objective.reference is None:
+        datasets = _precomputed_reference(config, model, datasets, collate, samples, world)
+    elif isinstance(objective, Distillation):
+        datasets = _precomputed_teacher(config, model, datasets, collate, samples, world)
     # A pipeline computes the loss in its last stage.
-    return (None if world.layout.pp > 1 else ModelObjective(count_name="supervised_tokens")), datasets
+    return None if world.layout.pp > 1 else objective, datasets
 
 
 def _options(config: RunConfig, collate: Collate | None, world: World) -> dict[str, Any]:

@@ -24,10 +24,11 @@ from whimbrel.train import build
 from whimbrel.train.build import accumulation_steps
 from whimbrel.train.config import RunConfig, TrainConfig
 from whimbrel.train.device import Stopwatch, choose_device
+from whimbrel.train.finetune import create_objective
 from whimbrel.train.initial_model import add_adapters, init_model, resize
 from whimbrel.train.memory_tracker import MemoryTracker, simulated_device
 from whimbrel.train.objectives import ModelObjective
-from whimbrel.train.samples import added_tokens, choose_template
+from whimbrel.train.samples import added_tokens, choose_template, is_preference
 from whimbrel.train.step import TrainStep
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "empty_model",
     "measure_optimizer",
     "measure_passes",
+    "meta_model",
     "optimizer_names",
     "predict_memory",
     "predict_step",
@@ -277,6 +279,14 @@ def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
 
     Weights are quantized on the meta device: fake tensors cannot be swapped, and the dense weights might not fit.
     """
+    model = meta_model(config)
+    model.to_empty(device=device)
+    model.tie_head()
+    return model
+
+
+def meta_model(config: RunConfig) -> GPT:
+    """The model in its training form on the meta device."""
     with _disable_current_modes(), torch.device("meta"):
         model = init_model(config)
         if config.train.weight_dtype is not None:
@@ -286,8 +296,6 @@ def empty_model(config: RunConfig, device: torch.device = HOST) -> GPT:
                 quantize_(model, weight_format)
             vocab_size, tokens = _added_tokens(config)
             add_adapters(resize(model, vocab_size), config, tokens)
-    model.to_empty(device=device)
-    model.tie_head()
     return model
 
 
@@ -303,7 +311,7 @@ def _added_tokens(config: RunConfig) -> tuple[int | None, list[int]]:
 def _frozen_format(config: RunConfig) -> str | None:
     """The format of the linear layers under adapters: that of `model.weights`, or of the files in `model.path`."""
     path = config.model.path
-    if config.model.weights is not None or path is None or not path.is_dir():
+    if config.model.weights is not None or config.lora is None or path is None or not path.is_dir():
         return config.model.weights
     location = locate_model(path)
     stored = None if location.is_adapter else read_config(location.directory).weight_format
@@ -314,9 +322,8 @@ def _measure_step(
     tracker: MemoryTracker, config: RunConfig, device_type: str, model: GPT, optimizer: Optimizer, *, micro_batches: int
 ) -> Measurement:
     """Run a step with `micro_batches` micro-batches (forward, backward, clipping, optimizer) and measure it."""
-    shape = (2, config.train.micro_batch or 1, config.sequence_length)
-    others = (config.train.accumulation or 1) - micro_batches
-    tokens = [torch.empty(shape, dtype=torch.int64) for _ in range(others)]  # a step loads all its micro-batches first
+    batches, others = _RandomBatches(config, HOST), (config.train.accumulation or 1) - micro_batches
+    loaded = [batches.next_batch() for _ in range(others)]  # a step loads all its micro-batches first
     shortened = replace(config, train=replace(config.train, accumulation=micro_batches))
     step = build_dry_run_step(shortened, model, HOST, optimizer, tracker.on_event)
     step.precision.scaler = None  # its few scalars do not matter, and it branches on their values
@@ -325,7 +332,7 @@ def _measure_step(
     with _attention_and_offloading(config.train, device_type):
         tracker.reset_peak()
         step.run(1)
-    del tokens
+    del loaded
     return Measurement(tracker.peak, tracker.phase, dict(tracker.at_peak), dict(tracker.max), dict(tracker.profile))
 
 
@@ -408,7 +415,8 @@ def resolve(config: RunConfig, device_type: str, data_ranks: int = 1) -> RunConf
                 "--train.micro_batch=N"
             )
         with simulation(device_type):
-            model, world = init_model(config), World(Layout(dp_replicate=data_ranks))
+            model = init_model(config) if config.lora is None else meta_model(config)
+            world = World(Layout(dp_replicate=data_ranks))
         train = replace(train, micro_batch=build.choose_micro_batch(config, model, local, world))
     assert train.micro_batch is not None
     accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch * data_ranks, config.sequence_length)
@@ -427,14 +435,16 @@ def build_dry_run_step(
     dispatch: Callable[[str], object] = lambda event: None,
 ) -> TrainStep:
     """Create a run's training step with random tokens as data; everything else is built as in training."""
-    packed = config.data.sources is not None and config.data.packing
-    inputs = ("documents", "position_ids") if packed else () if config.data.documents == "join" else ("documents",)
+    inputs = () if config.data.documents == "join" else ("documents",)
+    has_samples = config.data.sources is not None
     return TrainStep(
         model=model,
         optimizer=optimizer,
         scheduler=build.create_scheduler(optimizer, config, 1000, None),
-        batches=_RandomTokens(config, device),  # type: ignore[arg-type]
-        objective=ModelObjective(None, lambda x: dict.fromkeys(inputs, x)),
+        batches=_RandomBatches(config, device),  # type: ignore[arg-type]
+        objective=create_objective(config, model)
+        if has_samples
+        else ModelObjective(None, lambda x: dict.fromkeys(inputs, x)),
         precision=MixedPrecision(config.train.precision, device),
         accumulation=config.train.accumulation or 1,
         stopwatch=Stopwatch(device),
@@ -444,17 +454,34 @@ def build_dry_run_step(
     )
 
 
-class _RandomTokens:
-    """Endless micro-batches of random tokens."""
+class _RandomBatches:
+    """Endless micro-batches of random tokens; two samples per sequence if samples are packed."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        self._shape, self._device = (config.train.micro_batch or 1, config.sequence_length), device
-        self._vocab_size = config.model.vocab_size
+        self._config, self._device = config, device
+        packed, rows = config.data.packing, config.train.micro_batch or 1
+        self._shape: tuple[int, ...] = (rows, config.sequence_length)
+        if is_preference(config) and not packed:
+            self._shape = (rows, 2, config.sequence_length)
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets."""
-        x = torch.randint(self._vocab_size, self._shape, device=self._device)
-        return x, x.clone()
+    def next_batch(self) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
+        """Inputs and targets; for samples, the batch of the run's objective."""
+        config, objective = self._config, self._config.objective
+        x = torch.randint(config.model.vocab_size, self._shape, device=self._device)
+        if config.data.sources is None:
+            return x, x.clone()
+        batch = {"input_ids": x, "targets": x.clone()}
+        if config.data.packing:
+            index, half = torch.arange(config.sequence_length, device=self._device), -(-config.sequence_length // 2)
+            batch["documents"] = (index // half).expand(self._shape).clone()
+            batch["position_ids"] = (index % half).expand(self._shape).clone()
+        if objective.name == "dpo" and (config.lora is None or objective.reference == "precomputed"):
+            batch["reference_log_probs"] = torch.zeros(self._shape, device=self._device)
+        if objective.name == "distill":
+            values = (*self._shape, objective.k)
+            batch["teacher_ids"] = torch.zeros(values, dtype=torch.int32, device=self._device)
+            batch["teacher_log_probs"] = torch.full(values, -math.log(objective.k), device=self._device)
+        return batch
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError
@@ -25,16 +25,17 @@ from whimbrel.distributed.traffic import Network, Workload, step_seconds, traffi
 from whimbrel.distributed.world import launched_processes
 from whimbrel.models import GPT
 from whimbrel.optim.build import state_bytes
+from whimbrel.precision import QuantizedWeight
 from whimbrel.train import build
 from whimbrel.train.config import ModelConfig, RunConfig
 from whimbrel.train.device import choose_device, peak_flops, total_memory
-from whimbrel.train.initial_model import init_model
 from whimbrel.train.memory import (
     Holdings,
     Measurement,
     MemoryPrediction,
     measure_optimizer,
     measure_passes,
+    meta_model,
     predict_step,
     resolve,
     with_optimizer,
@@ -45,6 +46,8 @@ __all__ = ["choose_strategy", "predict_mesh_memory", "predict_pipeline_ranks", "
 
 logger = logging.getLogger(__name__)
 
+NO_FILES = Path(os.devnull, "model")
+"""A path that does not exist, for models of other sizes than the one in `model.path`."""
 FEW_LAYERS = (2, 4)
 """Layers of the models on which activations are measured."""
 PREFETCHED_BLOCKS = 2
@@ -75,8 +78,6 @@ def _check(config: RunConfig) -> None:
     for name, is_set in {
         "train.weight_dtype": train.weight_dtype is not None,
         "train.optimizer_in_backward": train.optimizer_in_backward,
-        "[lora]": config.lora is not None,
-        "samples in data.path": config.data.sources is not None,
     }.items():
         if is_set:
             raise ConfigError(f"memory prediction for several ranks does not support {name}: leave it out")
@@ -100,12 +101,14 @@ def predict_pipeline_ranks(config: RunConfig, layout: Layout, device_type: str) 
 
 def _local_architecture(model: ModelConfig, tp: int) -> ModelConfig:
     """A model with the shapes of one tensor-parallel rank."""
+    if tp == 1:
+        return model
     sizes = {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads, "mlp_size": model.intermediate_size}
     for name, size in sizes.items():
         if size % tp:
             raise ConfigError(f"expected parallel.tp that divides model.{name} = {size}, got {tp}")
     local: dict[str, Any] = {name: size // tp for name, size in sizes.items()}
-    return replace(model, **local, head_size=model.head_dim)
+    return replace(model, **local, head_size=model.head_dim, path=None if model.path is None else NO_FILES)
 
 
 def _in_param_dtype(config: RunConfig, param_dtype: str | None) -> RunConfig:
@@ -135,9 +138,11 @@ def _measure_stages(config: RunConfig, device_type: str, stages: _Stages) -> Mea
 
 
 def _with_layers(config: RunConfig, count: int) -> RunConfig:
-    types = config.model.layer_types
+    if count == config.model.num_layers:
+        return config
+    types, path = config.model.layer_types, None if config.model.path is None else NO_FILES
     layers: dict[str, Any] = {"num_layers": count, "layer_types": None if types is None else types[:count]}
-    return replace(config, model=replace(config.model, **layers))
+    return replace(config, model=replace(config.model, **layers, path=path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,38 +183,38 @@ def _pipeline_ranks(config: RunConfig, layout: Layout) -> Iterator[_Stages]:
         )
 
 
+_all_blocks = cache(meta_model)
+
+
 @cache
 def _one_block(config: RunConfig) -> GPT:
     """The model with one block, on the meta device: all blocks have the same shapes."""
-    with torch.device("meta"):
-        return init_model(_with_layers(config, 1))
+    return meta_model(_with_layers(config, 1))
 
 
 def _holdings(config: RunConfig, layout: Layout, stages: _Stages, temporaries: int, device_type: str) -> Holdings:
     parallel, shards = config.parallel, layout.dp_shard
-    model = _one_block(config)
-    block, root = list(next(iter(model.blocks)).parameters()), _root_parameters(model, stages)
-    held = [(parameter, 1) for parameter in root] + [(parameter, stages.blocks) for parameter in block]
-    itemsize = block[0].itemsize
-    weights = sum(
-        count * allocated_bytes(itemsize * local_numel(parameter, shards), device_type) for parameter, count in held
-    )
+    # Adapters may be on the linear layers of some blocks only.
+    model, count = (_one_block(config), stages.blocks) if config.lora is None else (_all_blocks(config), 1)
+    blocks, root = [list(block.parameters()) for block in model.blocks], _root_parameters(model, stages)
+    held = [(parameter, 1) for parameter in root] + [(parameter, count) for block in blocks for parameter in block]
+    trained = [(parameter, count) for parameter, count in held if parameter.requires_grad]
     states = state_bytes(build.create_optimizer(model, config, None), shards) or {}
-    block_numel, root_numel = sum(p.numel() for p in block), sum(p.numel() for p in root)
     gathered = unreduced = outer = 0
     if shards > 1:
-        gathered_itemsize = itemsize if parallel.param_dtype is None else 2
+        block = max(blocks, key=lambda parameters: _complete_bytes(parameters, parallel))
         num_gathered = min(PREFETCHED_BLOCKS, stages.blocks) if parallel.reshard_after_forward else stages.blocks
-        gathered = gathered_itemsize * (root_numel + num_gathered * block_numel)
+        gathered = _complete_bytes(root, parallel) + num_gathered * _complete_bytes(block, parallel)
         # The head's gradient is kept until the embedding's is ready; a block's is copied to the reduce-scatter buffer.
-        unreduced = gathered_itemsize * (root_numel + block_numel) + 4 * block_numel
+        unreduced = _complete_bytes([*root, *block], parallel, trained=True)
+        unreduced += 4 * sum(parameter.numel() for parameter in block if parameter.requires_grad)
     if parallel.strategy == "diloco":
         copies = 2 + (parallel.delta_dtype is not None or parallel.delta_rank is not None)
-        outer = 4 * copies * (root_numel + stages.blocks * block_numel)
+        outer = 4 * copies * sum(count * parameter.numel() for parameter, count in trained)
     is_ddp = parallel.strategy != "diloco" and layout.dp_replicate == layout.world_size > 1
     return Holdings(
-        weights=weights,
-        gradients=weights,
+        weights=_local_bytes(held, shards, device_type),
+        gradients=_local_bytes(trained, shards, device_type),
         states=sum(count * states.get(parameter, 0) for parameter, count in held),
         temporaries=temporaries,
         keeps_gradients=is_ddp,
@@ -217,6 +222,27 @@ def _holdings(config: RunConfig, layout: Layout, stages: _Stages, temporaries: i
         gathered=gathered,
         unreduced=unreduced,
         always={"outer parameters and momenta": outer},
+    )
+
+
+def _local_bytes(held: Iterable[tuple[nn.Parameter, int]], shards: int, device_type: str) -> int:
+    """What a rank allocates for its part of parameters, each of which exists a number of times."""
+    total = 0
+    for parameter, count in held:
+        if isinstance(parameter, QuantizedWeight):  # complete on every rank
+            sizes = [part.nbytes for part in (parameter.codes, parameter.scales)]
+        else:
+            sizes = [parameter.itemsize * local_numel(parameter, shards)]
+        total += count * sum(allocated_bytes(size, device_type) for size in sizes)
+    return total
+
+
+def _complete_bytes(parameters: Iterable[nn.Parameter], parallel: ParallelConfig, *, trained: bool = False) -> int:
+    """What FSDP allocates for complete parameters, or for their gradients; it does not gather quantized weights."""
+    return sum(
+        parameter.numel() * (parameter.itemsize if parallel.param_dtype is None else 2)
+        for parameter in parameters
+        if not isinstance(parameter, QuantizedWeight) and (parameter.requires_grad or not trained)
     )
 
 

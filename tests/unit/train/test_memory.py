@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.finetuning import run_config, save_base_model
 from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError
@@ -27,6 +28,7 @@ from whimbrel.train.memory import (
     empty_model,
     optimizer_names,
     predict_memory,
+    resolve,
     with_optimizer,
 )
 from whimbrel.train.memory_tracker import simulated_device
@@ -52,8 +54,9 @@ def predict(config: RunConfig, device: str = "cpu") -> MemoryPrediction:
 
 
 def make_steps(config: RunConfig, device: torch.device, steps: int = 2) -> None:
+    is_dense = config.train.weight_dtype is None and config.lora is None
     with device:
-        model = init_model(config) if config.train.weight_dtype is None else empty_model(config, device)
+        model = init_model(config) if is_dense else empty_model(config, device)
     apply_activation_checkpointing(model, config.train.recompute)
     optimizer = create_optimizer(model, config, None, accumulation=config.train.accumulation or 1)
     loop = build_dry_run_step(config, model, device, optimizer)
@@ -101,6 +104,49 @@ def test_the_prediction_is_exact_for_every_kind_of_forward_and_backward(
     with sdpa_backends(config.train.sdpa_backend):
         measured = peak_allocated(config)
     assert predict(config).peak == pytest.approx(measured, rel=0.01)
+
+
+LORA = {"lora": {"rank": 8}}
+
+
+@pytest.mark.parametrize(
+    ("objective", "sections"),
+    [
+        ({}, LORA),
+        ({}, {**LORA, "data": {"packing": False}}),
+        ({}, {"lora": {"rank": 8, "dropout": 0.1, "use_dora": True, "modules": ["layers.1.self_attn.q_proj"]}}),
+        ({}, {**LORA, "model": {"weights": "int8"}, "train": {"recompute": "full"}}),
+        ({"name": "dpo"}, LORA),
+        ({"name": "dpo"}, {**LORA, "data": {"packing": False}, "train": {"recompute": "full"}}),
+        ({"name": "dpo"}, {}),
+        ({"name": "dpo", "reference": "precomputed"}, {**LORA, "model": {"weights": "int4"}}),
+        ({"name": "orpo"}, LORA),
+        ({"name": "orpo"}, {"data": {"packing": False}}),
+        ({"name": "distill", "teacher": "unused", "k": 16}, LORA),
+    ],
+    ids=str,
+)
+def test_the_prediction_is_exact_for_fine_tuning(
+    tmp_path: Path, objective: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    base = save_base_model(tmp_path / "base", embd_size=128, num_layers=3)
+    sections = {**sections, "objective": objective, "model": {"path": str(base), **sections.get("model", {})}}
+    config = run_config(base, tmp_path / "chats.jsonl", tmp_path / "run", **sections)
+    assert predict(config).peak == pytest.approx(peak_allocated(resolve(config, "cpu")), rel=0.01)
+
+
+def test_the_reference_of_dpo_is_computed_before_activations_are_kept(tmp_path: Path) -> None:
+    """It needs no memory of its own, unlike the pairs of a padded batch, which has twice as many sequences."""
+    base = save_base_model(tmp_path / "base", embd_size=128)
+
+    def peak(name: str, **data: Any) -> int:
+        config = run_config(
+            base, tmp_path / "pairs.jsonl", tmp_path / "run", objective={"name": name}, data=data, **LORA
+        )
+        return predict(config, "cuda").peak - CUBLAS_WORKSPACE_BYTES
+
+    assert peak("dpo") == pytest.approx(peak("orpo"), rel=0.02)
+    assert peak("dpo", packing=False) > 1.5 * peak("dpo")
 
 
 @pytest.mark.parametrize(

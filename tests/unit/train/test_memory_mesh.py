@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.finetuning import run_config, save_base_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from whimbrel.base.errors import ConfigError
@@ -122,6 +124,25 @@ def test_a_layout_of_one_process_is_predicted_like_one_process(
         config, train=replace(config.train, **{"tokens_per_step": 1024} | train), optim=replace(config.optim, **optim)
     )
     assert predict_mesh_memory(config, Layout(), "cuda") == predict_memory(config, "cuda")
+
+
+@pytest.mark.parametrize("weights", [None, "int4"], ids=["lora", "qlora"])
+def test_fine_tuning_is_predicted_for_ranks(tmp_path: Path, weights: str | None) -> None:
+    base = save_base_model(tmp_path / "base", embd_size=128, num_layers=3)
+    model = {"path": str(base)} | ({} if weights is None else {"weights": weights})
+    sections = {"model": model, "objective": {"name": "dpo"}, "lora": {"rank": 8}}
+    config = run_config(base, tmp_path / "pairs.jsonl", tmp_path / "run", **sections)
+    [one] = predict_memory(config, "cuda")
+    assert predict_mesh_memory(config, Layout(), "cuda") == [one]
+    [ddp] = predict_mesh_memory(config, Layout(dp_replicate=2), "cuda")
+    assert (ddp.weights, ddp.gradients, ddp.states) == (one.weights, one.gradients, one.states)
+    fsdp = replace(config, parallel=ParallelConfig(strategy="fsdp"))
+    [shards] = predict_mesh_memory(fsdp, Layout(dp_shard=2), "cuda")
+    assert shards.gradients == pytest.approx(one.gradients / 2, rel=0.1)
+    assert shards.states == pytest.approx(one.states / 2, rel=0.1)
+    assert shards.weights < 0.9 * one.weights
+    parallel, _ = choose_strategy(replace(config, parallel=ParallelConfig(strategy="auto")), 2, 2, 80 * GIB, "cuda")
+    assert parallel.strategy == "ddp"
 
 
 def test_replicas_add_the_gradient_buckets_of_ddp_to_every_phase() -> None:
