@@ -10,11 +10,10 @@ import pytest
 from tests.support.commands import whimbrel
 from tests.support.finetuning import Pair, reversal_task, save_base_model, write_chats, write_preferences
 
-from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.inference import generate
-from whimbrel.model_io import load, load_adapter, load_model, open_model, save_model
+from whimbrel.model_io import load, load_model, save_model
 from whimbrel.model_io import load_tokenizer as load_model_tokenizer
-from whimbrel.models import GPT, merge_lora
+from whimbrel.models import GPT
 from whimbrel.tokenization import ChatTemplate, Tokenizer
 from whimbrel.train import load_run_config
 
@@ -41,7 +40,6 @@ def answer_all(
 
 
 def test_a_base_model_learns_a_task_and_to_stop(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two stages: all weights on the task, with a new template, then LoRA on the result."""
     save_base_model(Path("base"), special=SPECIAL[:1], template=None, embd_size=64)
     trained, _ = reversal_task()
     write_chats(Path("chats.jsonl"), trained, repeat=30)
@@ -85,33 +83,6 @@ def test_a_pretrained_model_learns_a_task_and_to_stop(workdir: Path, shared_data
     exact, stopped = answer_all(loaded.model, loaded.tokenizer, loaded.chat_template, eos, pairs[:100])
     assert exact >= 0.95
     assert stopped >= 0.99
-
-
-def test_an_adapter_learns_another_task_on_top(workdir: Path) -> None:
-    """The base model reverses strings; LoRA trains it to repeat them instead."""
-    save_base_model(Path("base"), special=(SPECIAL[2], SPECIAL[1]), embd_size=64)
-    trained, held_out = reversal_task()
-    write_chats(Path("chats.jsonl"), trained, repeat=20)
-    write_chats(Path("copies.jsonl"), [(text, text) for text, _ in trained], repeat=10)
-    assert whimbrel("finetune", "base", "chats.jsonl", "--out-dir", "first", "--full", "--lr", "3e-3", "--epochs", "1",
-                    *OPTIONS) == 0  # fmt: skip
-    assert whimbrel("finetune", "first", "copies.jsonl", "--out-dir", "second", "--lora-rank", "8", "--lr", "3e-3",
-                    *OPTIONS) == 0  # fmt: skip
-    adapter = latest_checkpoint(Path("second")) / "model"
-    opened = open_model("first")
-    template = opened.chat_template()
-    assert template is not None
-    model = load_model("first")
-    load_adapter(model, adapter)
-    merge_lora(model)
-    right = 0
-    for text, _ in held_out:
-        prompt = template.encode(opened.tokenizer, [{"role": "user", "content": text}])
-        ids = generate(
-            model, prompt, max_new_tokens=MAX_ANSWER, temperature=0.0, stop_ids=opened.generation_config.eos_token_ids
-        )
-        right += opened.tokenizer.decode(ids) == text
-    assert right / len(held_out) >= 0.9
 
 
 def test_dry_run_writes_the_config_and_trains_nothing(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,106 +1,168 @@
-"""A run with adapters gives the same greedy text everywhere: our commands, PEFT, transformers and llama.cpp."""
+"""A model fine-tuned with adapters gives the same greedy answers everywhere, and stops by itself.
+
+LoRA, DoRA and QLoRA runs of `whimbrel finetune` on a made task, with held-out prompts: `chat`, `generate`, `serve` with
+OpenAI's client, PEFT, the merged directory in transformers and the GGUF file in llama.cpp.
+"""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
-from tests.support.commands import whimbrel as command
-from torch import Tensor
+from tests.support.chat_templates import CHATML
+from tests.support.commands import whimbrel
+from tests.support.finetuning import reversal_task, save_base_model, write_chats
 
-import whimbrel
 from whimbrel.inference import LLM, SamplingParams
-from whimbrel.model_io import load_tokenizer, save_model
-from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora
-from whimbrel.tokenization import Tokenizer, train_tokenizer
-from whimbrel.train import Trainer, TrainingArguments
+from whimbrel.model_io import load_tokenizer
+from whimbrel.tokenization import train_tokenizer
 
 peft = pytest.importorskip("peft", reason="needs the package 'peft': pip install 'whimbrel[hf]'")
 
-LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
-PROMPT, NEW_TOKENS = "First Citizen:\nBefore we proceed", 30
+SPECIAL = ("<|im_start|>", "<|im_end|>")
+TRAINED, HELD_OUT = reversal_task()
+PROMPTS = [question for question, _ in HELD_OUT]
+MAX_TOKENS = 12
+GREEDY = SamplingParams(temperature=0)
+OPTIONS = ("--epochs", "1", "--lr", "5e-3", "--train.device=cpu", "--train.micro_batch=16")
+OPTIONS += ("--train.tokens_per_step=1024", "--plain")
+ADAPTERS = {"lora": (), "dora": ("--lora.use_dora=true",), "int8": ("--weights", "int8")}
+
+
+class Answers(NamedTuple):
+    """The answers to the held-out prompts, and how many ended before the limit."""
+
+    texts: list[str]
+    num_stopped: int
+
+    @property
+    def accuracy(self) -> float:
+        return sum(text == expected for text, (_, expected) in zip(self.texts, HELD_OUT, strict=True)) / len(HELD_OUT)
 
 
 class Tuned(NamedTuple):
-    """A run with adapters that memorized a passage, and its greedy continuation of the prompt."""
+    """A run with adapters, its base model, and its answers."""
 
     run: Path
     base: Path
-    tokenizer: Tokenizer
-    continuation: list[int]
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return self.tokenizer.encode(PROMPT)
+    answers: Answers
 
 
-def fit(model: GPT, ids: Tensor, run: Path, tokenizer: Tokenizer, steps: int) -> None:
-    rows = [{"input_ids": ids, "labels": ids}] * 2
-    args = TrainingArguments(
-        output_dir=str(run), max_steps=steps, save_strategy="no", learning_rate=1e-2, lr_scheduler_type="constant",
-        per_device_train_batch_size=1, report_to="none", use_cpu=True, weight_decay=0.0, disable_tqdm=True,
-        logging_strategy="no", async_save=False,
-    )  # fmt: skip
-    trainer = Trainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
-    trainer.train()
-    trainer.save_checkpoint()
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
-@pytest.fixture(scope="module", params=["dense", "dora", "int8"])
-def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Tuned:
-    folder = tmp_path_factory.mktemp("tuned")
-    tokenizer = train_tokenizer([shakespeare[:50_000]], 320)
-    shape = {"context_length": 128, "vocab_size": tokenizer.vocab_size, "num_layers": 2, "num_heads": 4}
-    torch.manual_seed(0)
-    base = GPT(GPTConfig(**shape, embd_size=64, num_kv_heads=2, mlp_size=96, init_std=0.1, **LLAMA))
-    save_model(base, folder / "base", tokenizer)
-    model = whimbrel.load_model(folder / "base", quantize="int8" if request.param == "int8" else None)
-    apply_lora(model, LoraConfig(rank=16, alpha=32, use_dora=request.param == "dora"))
-    ids = torch.tensor(tokenizer.encode(shakespeare[:140]))
-    fit(model, ids, folder / "run", tokenizer, steps=60)
-    continuation = whimbrel.generate(model, tokenizer.encode(PROMPT), max_new_tokens=NEW_TOKENS, temperature=0)
-    assert shakespeare.startswith(PROMPT + tokenizer.decode(continuation)), "the adapter did not memorize the passage"
-    return Tuned(folder / "run", folder / "base", tokenizer, continuation)
+def ask(path: Path) -> Answers:
+    llm = LLM(path, device="cpu")
+    outputs = [llm.chat(user(text), GREEDY, max_new_tokens=MAX_TOKENS).outputs[0] for text in PROMPTS]
+    return Answers([output.text or "" for output in outputs], sum(output.finish_reason == "stop" for output in outputs))
 
 
-def greedy(model: torch.nn.Module, tuned: Tuned) -> list[int]:
-    ids = torch.tensor([tuned.prompt_ids])
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, ids.size(1) :].tolist()
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama model with its own chat template that has seen too little of the task to answer correctly."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = train_tokenizer(["user assistant " * 4], 270).with_special_tokens(SPECIAL, eot_token=SPECIAL[1])
+    shape = {"embd_size": 64, "init_std": 0.05, "embd_init_std": 0.05}
+    save_base_model(folder / "random", tokenizer=tokenizer, template=CHATML, **shape)
+    chats = write_chats(folder / "chats.jsonl", TRAINED, repeat=4)
+    assert whimbrel("finetune", folder / "random", chats, "--out-dir", folder / "run", "--full", *OPTIONS) == 0
+    assert whimbrel("finalize", folder / "run", folder / "base", "--device", "cpu") == 0
+    assert ask(folder / "base").accuracy < 0.5
+    return folder / "base"
 
 
-def test_generate_and_llm(tuned, capfd):
-    assert (
-        command("generate", tuned.run, PROMPT, "--temperature", 0, "--max-new-tokens", NEW_TOKENS, "--device", "cpu")
-        == 0
+@pytest.fixture(scope="module", params=ADAPTERS)
+def tuned(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    folder = tmp_path_factory.mktemp(request.param)
+    chats = write_chats(folder / "chats.jsonl", TRAINED, repeat=13)
+    assert whimbrel("finetune", base, chats, "--out-dir", folder / "run", *ADAPTERS[request.param], *OPTIONS) == 0
+    return Tuned(folder / "run", base, ask(folder / "run"))
+
+
+def test_held_out_prompts_are_answered(tuned: Tuned):
+    assert tuned.answers.accuracy >= 0.95
+    assert tuned.answers.num_stopped >= 0.99 * len(PROMPTS)
+
+
+def test_chat_and_generate(tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    options = ("--temperature", 0, "--max-new-tokens", MAX_TOKENS, "--device", "cpu")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n/reset\n".join(PROMPTS) + "\n"))
+    assert whimbrel("chat", tuned.run, *options) == 0
+    assert capfd.readouterr().out.split() == tuned.answers.texts
+    prompt = f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>\n<|im_start|>assistant\n"
+    assert whimbrel("generate", tuned.run, prompt, *options) == 0
+    assert capfd.readouterr().out == f"{prompt}{tuned.answers.texts[0]}\n"
+
+
+@pytest.mark.parametrize("tuned", ["lora"], indirect=True)
+def test_serve_with_the_client_of_openai(tuned: Tuned):
+    openai = pytest.importorskip("openai", reason="needs the package 'openai'")
+    pytest.importorskip("fastapi", reason="needs the extra `serve`")
+    from tests.e2e.serving import serving
+
+    with serving(tuned.run) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key) as client:
+
+        def complete(text: str) -> Any:
+            options = {"temperature": 0, "max_tokens": MAX_TOKENS}
+            return client.chat.completions.create(model="run", messages=user(text), **options).choices[0]
+
+        with ThreadPoolExecutor(8) as pool:
+            choices = list(pool.map(complete, PROMPTS))
+    answers = Answers(
+        [choice.message.content for choice in choices], sum(choice.finish_reason == "stop" for choice in choices)
     )
-    assert capfd.readouterr().out == PROMPT + tuned.tokenizer.decode(tuned.continuation) + "\n"
-    sampling = SamplingParams(temperature=0)
-    [output] = LLM(tuned.run, device="cpu").generate([tuned.prompt_ids], sampling, max_new_tokens=NEW_TOKENS)
-    assert output.outputs[0].tokens == tuned.continuation
+    assert answers == tuned.answers
 
 
-def test_peft_on_transformers(tuned, tmp_path):
-    assert command("finalize", tuned.run, tmp_path / "adapter") == 0
-    base = transformers.AutoModelForCausalLM.from_pretrained(tuned.base)
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert greedy(model, tuned) == tuned.continuation
+def ask_transformers(model: Any, directory: Path) -> Answers:
+    """Greedy answers with the template, tokenizer and generation config of the directory."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    prompts = [tokenizer.apply_chat_template(user(text), add_generation_prompt=True)["input_ids"] for text in PROMPTS]
+    generated: dict[int, list[int]] = {}
+    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    for length, group in groupby(by_length, key=lambda index: len(prompts[index])):
+        indices = list(group)
+        ids = torch.tensor([prompts[index] for index in indices])
+        options = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[:, length:]
+        generated |= dict(zip(indices, output.tolist(), strict=True))
+    return decode(tokenizer, [generated[index] for index in range(len(prompts))], tokenizer.eos_token_id)
 
 
-def test_merged_directory_in_transformers(tuned, tmp_path):
-    assert command("finalize", tuned.run, tmp_path / "merged", "--merge", "--device", "cpu") == 0
+def decode(tokenizer: Any, answers: Sequence[list[int]], end: int) -> Answers:
+    texts = [tokenizer.decode(ids[: ids.index(end)] if end in ids else ids) for ids in answers]
+    return Answers(texts, sum(end in ids for ids in answers))
+
+
+def test_peft_on_transformers(tuned: Tuned, tmp_path: Path):
+    assert whimbrel("finalize", tuned.run, tmp_path / "adapter") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tuned.base)
+    assert ask_transformers(peft.PeftModel.from_pretrained(model, tmp_path / "adapter"), tmp_path / "adapter") == (
+        tuned.answers
+    )
+
+
+def test_merged_directory_in_transformers(tuned: Tuned, tmp_path: Path):
+    assert whimbrel("finalize", tuned.run, tmp_path / "merged", "--merge", "--device", "cpu") == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert greedy(model, tuned) == tuned.continuation
-    assert load_tokenizer(tmp_path / "merged").fingerprint == tuned.tokenizer.fingerprint
+    assert ask_transformers(model, tmp_path / "merged") == tuned.answers
 
 
-def test_gguf_in_llama_cpp(tuned, llama_cpp, tmp_path):
+def test_gguf_in_llama_cpp(tuned: Tuned, llama_cpp, tmp_path: Path):
+    """llama.cpp renders the template in the file, and stops at its end-of-text token."""
     pytest.importorskip("gguf", reason="needs the package 'gguf': pip install 'whimbrel[gguf]'")
-    assert command("export", tuned.run, tmp_path / "model.gguf") == 0
-    request = {"model": str(tmp_path / "model.gguf"), "texts": [PROMPT], "prompt": PROMPT, "count": NEW_TOKENS}
-    [answer] = llama_cpp([request])
-    assert answer["ids"] == [tuned.prompt_ids]
-    assert answer["tokens"] == tuned.continuation
+    assert whimbrel("export", tuned.run, tmp_path / "model.gguf") == 0
+    [answer] = llama_cpp([{"model": str(tmp_path / "model.gguf"), "chats": PROMPTS, "count": MAX_TOKENS}])
+    tokenizer = load_tokenizer(tuned.base)
+    theirs = transformers.AutoTokenizer.from_pretrained(tuned.base)
+    rendered = [theirs.apply_chat_template(user(text), add_generation_prompt=True)["input_ids"] for text in PROMPTS]
+    assert [chat["ids"] for chat in answer["chats"]] == rendered
+    assert decode(tokenizer, [chat["tokens"] for chat in answer["chats"]], tokenizer.eot_id) == tuned.answers

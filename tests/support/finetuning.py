@@ -16,6 +16,7 @@ from tests.support.models import small_preset
 
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT
+from whimbrel.tokenization import Tokenizer
 from whimbrel.train import RunConfig
 from whimbrel.train.config import build_run_config
 
@@ -24,10 +25,15 @@ Pair = tuple[str, str]
 
 
 def save_base_model(
-    directory: Path, *, special: Sequence[str] = CHAT_TOKENS, template: str | None = CHATML_GENERATION, **sizes: Any
+    directory: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    special: Sequence[str] = CHAT_TOKENS,
+    template: str | None = CHATML_GENERATION,
+    **sizes: Any,
 ) -> Path:
-    """A Llama-shaped model with a byte tokenizer; the first special token ends a turn."""
-    tokenizer = byte_tokenizer(special)
+    """A Llama-shaped model, by default with a byte tokenizer, whose first special token ends a turn."""
+    tokenizer = tokenizer or byte_tokenizer(special)
     sizes = {"vocab_size": tokenizer.vocab_size, "context_length": 64, "num_layers": 2, **sizes}
     torch.manual_seed(0)
     save_model(GPT(small_preset("llama3-8b", **sizes)), directory, tokenizer)
