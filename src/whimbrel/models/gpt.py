@@ -324,23 +324,30 @@ class GPT(nn.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def num_parameters(self) -> int:
-        """Number of parameters, without padding rows; a tied head counts once."""
+    def num_parameters(self, *, trained: bool | None = None) -> int:
+        """Number of parameters, without padding rows; a tied head counts once.
+
+        `trained` counts only those that require gradients (True), or only frozen ones (False).
+        """
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.embd_size
-        return sum(p.numel() for p in self.parameters()) - padding * (1 if self.config.tied_head else 2)
+        padded = {id(self.token_embedding.weight), id(self.lm_head.weight)}
+        parameters = (p for p in self.parameters() if trained is None or p.requires_grad == trained)
+        return sum(p.numel() - padding * (id(p) in padded) for p in parameters)
 
     def flops_per_token(self, num_tokens: int) -> int:
         """FLOPs of a forward and backward pass per token, in sequences of `num_tokens`.
 
         The usual convention (PaLM, appendix B): 6 per parameter of a matrix product, which excludes embedding lookups,
         and 12 * heads * head size * keys per layer for attention. The causal mask is ignored, a sliding window is not.
+        Frozen parameters take 4, since the gradients of their products are computed, but not their own.
         """
         config = self.config
         lookup_rows = config.context_length if config.position == "learned" else 0
         lookup_rows += 0 if config.tied_head else config.vocab_size
         keys = sum(num_tokens if window is None else min(window, num_tokens) for window in config.windows)
-        matmul_parameters = self.num_parameters() - lookup_rows * config.embd_size
-        return 6 * matmul_parameters + 12 * config.num_heads * config.head_dim * keys
+        per_parameter = 6 * self.num_parameters(trained=True) + 4 * self.num_parameters(trained=False)
+        lookups = (6 if self.token_embedding.weight.requires_grad else 4) * lookup_rows * config.embd_size
+        return per_parameter - lookups + 12 * config.num_heads * config.head_dim * keys
 
 
 def _is_readable(ids: Tensor) -> bool:

@@ -106,6 +106,7 @@ __all__ = [
     "fetch_from_mirror",
     "flops_per_token",
     "no_tokenizer_parallelism",
+    "num_parameters",
     "set_compile_cache",
     "torch_settings",
     "with_micro_batch",
@@ -744,11 +745,18 @@ def create_scheduler(optimizer: Optimizer, config: TrainerConfig, total: int, ch
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     """FLOPs per token of a forward and backward pass.
 
-    6 per parameter, and attention if the model's config has `num_hidden_layers` and `hidden_size`.
+    6 per parameter (4 if it is frozen), and attention if the model's config has `num_hidden_layers` and `hidden_size`.
     """
     if isinstance(model, GPT):
         return model.flops_per_token(sequence_length)
     config = getattr(model, "config", None)
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     attention = 12 * layers * width * sequence_length if isinstance(layers, int) and isinstance(width, int) else 0
-    return 6 * sum(p.numel() for p in model.parameters()) + attention
+    return 4 * num_parameters(model) + 2 * num_parameters(model, trained=True) + attention
+
+
+def num_parameters(model: nn.Module, *, trained: bool | None = None) -> int:
+    """Number of parameters: all, those that are trained, or those that are frozen; of a GPT, without padding rows."""
+    if isinstance(model, GPT):
+        return model.num_parameters(trained=trained)
+    return sum(p.numel() for p in model.parameters() if trained is None or p.requires_grad == trained)

@@ -20,7 +20,6 @@ from whimbrel.base.errors import ConfigError, TrainingError
 from whimbrel.checkpoint import CheckpointManager, RNGState
 from whimbrel.data import TokenDataLoader
 from whimbrel.distributed import World, join_world, report_failure
-from whimbrel.models import GPT
 from whimbrel.optim import parameter_table, resolve_steps
 from whimbrel.precision import MixedPrecision
 from whimbrel.train import build, checks
@@ -755,8 +754,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         return RunSummary(
             device=self.device.type,
             device_name=device_name(self.device),
-            parameters=model.num_parameters() if isinstance(model, GPT) else sum(p.numel() for p in model.parameters()),
-            frozen_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+            parameters=build.num_parameters(model),
+            frozen_parameters=build.num_parameters(model, trained=False),
             memory=estimate_memory(model, self.optimizer),
             optimizer_table=() if self.optimizer is None else parameter_table(model, self.optimizer),
             samples_per_step=samples,

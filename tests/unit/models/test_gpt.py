@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.cache import DynamicCache
-from whimbrel.models import GPT, GPTConfig, preset
+from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora, preset
 
 TINY = GPTConfig(context_length=32, vocab_size=97, num_layers=3, embd_size=32, num_heads=4)
 
@@ -311,3 +311,16 @@ def test_flops_per_token():
     assert model.flops_per_token(20) == 6 * multiplied + 12 * 3 * 32 * 20
     windowed = GPT(replace(model.config, sliding_window=4))
     assert windowed.flops_per_token(20) == 6 * multiplied + 12 * 3 * 32 * 4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_per_token_of_frozen_weights(tied: bool):
+    """A forward product and the gradient of its input, but not that of the weight; padding is not counted."""
+    model = GPT(replace(TINY, position="rope", tied_head=tied))
+    before, frozen = model.num_parameters(), model.flops_per_token(20)
+    apply_lora(model, LoraConfig(rank=2))
+    assert model.num_parameters(trained=False) == before
+    adapters = model.num_parameters(trained=True)
+    assert model.num_parameters() == before + adapters
+    attention = 12 * 3 * 32 * 20
+    assert model.flops_per_token(20) == (frozen - attention) * 4 // 6 + 6 * adapters + attention

@@ -231,9 +231,10 @@ def _summary_lines(summary: RunSummary) -> Iterator[str]:
     yield f"Memory: {_memory(summary.memory)} (without activations)"
     yield from _optimizer_lines(summary.optimizer_table)
     if summary.peak_flops is not None and summary.flops_per_token is not None:
+        frozen = ", 4 if frozen," if summary.frozen_parameters else ""
         yield (
-            f"MFU: {summary.flops_per_token:,.0f} FLOPs per token (6 per parameter + full attention) relative to "
-            f"{summary.peak_flops / 1e12:,.0f} TFLOP/s (dense bf16)"
+            f"MFU: {summary.flops_per_token:,.0f} FLOPs per token (6 per parameter{frozen} + full attention) relative "
+            f"to {summary.peak_flops / 1e12:,.0f} TFLOP/s (dense bf16)"
         )
     if summary.features:
         yield f"Features: {', '.join(summary.features)}"
