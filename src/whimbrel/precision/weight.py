@@ -25,6 +25,9 @@ GATHERS = {f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "w
 """Names of the operations that gather rows from other ranks; torch registers some of them only when it needs them."""
 MIN_INT_MM_ROWS = 32
 """`torch._int_mm` needs more than 16 rows on CUDA."""
+MAX_GEMV_ROWS = 32
+"""Inductor compiles `linear(x, int8 codes) * bf16 scales` to `_weight_int8pack_mm`, which reads the codes once per row
+of `x`: good for decoding, slower by orders of magnitude for the many rows of training."""
 OPERATIONS: dict[Any, Handler] = {}
 """Handlers of the supported operations, called as `handler(func, *args, **kwargs)`."""
 
@@ -214,7 +217,10 @@ def quantized_linear(
     if weight_format.activations in ("int8", "fp8"):
         y = _low_bit_matmul(x, codes, scales, weight_format)
     elif weight_format.activations is None and _can_scale_outputs(weight_format, x):
-        y = F.linear(x, weight_format.unpack(codes, x.dtype)) * scales.to(x.dtype).flatten()
+        factors = scales.to(x.dtype).flatten()
+        if torch.compiler.is_compiling() and x.numel() > MAX_GEMV_ROWS * x.shape[-1]:
+            factors = factors.float()  # Inductor replaces the matmul by a GEMV kernel if they are bf16
+        y = (F.linear(x, weight_format.unpack(codes, x.dtype)) * factors).to(x.dtype)
     else:
         if weight_format.activations is not None:
             tokens, token_scales, zero_points = quantize_tokens(x, weight_format.activations)

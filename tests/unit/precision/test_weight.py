@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save, save_file, save_model
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from whimbrel.base.errors import PrecisionError
@@ -266,6 +268,16 @@ def test_inductor_matches_eager() -> None:
     linear, x = layer("int4"), randn(4, 256)
     with torch.no_grad():
         assert torch.allclose(torch.compile(linear, fullgraph=True)(x), linear(x), atol=1e-4)
+
+
+def test_inductor_uses_no_gemv_kernel_for_many_rows() -> None:
+    """Its kernel for int8 weights is for decoding: a training step on a GPU would take minutes."""
+    torch._dynamo.reset()
+    linear, x = layer("int8").bfloat16(), randn(2, 64, 256).bfloat16()
+    counters.clear()
+    with torch.no_grad(), inductor.patch(fx_graph_cache=False):
+        torch.testing.assert_close(torch.compile(linear, fullgraph=True)(x), linear(x), rtol=2**-6, atol=0.05)
+    assert counters["inductor"]["woq_matcher_count"] == 0
 
 
 # Copies, views, serialization
