@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["compare", "control", "plot", "runs"]
 
 PANELS = {"loss": "loss", "lr": "learning rate", "norm": "gradient norm", "speed": "tokens/s"}
+REWARD_PANELS = {"margin": "reward margin", "accuracy": "reward accuracy"}
+"""Plotted by default if a run has preference pairs."""
+ENTRIES = {"norm": "grad_norm", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
+"""Entries of log.jsonl whose names are not those of the panels; those of validations start with `eval_`."""
 LOG_PATTERNS = ("log.jsonl", "*/log.jsonl", "*/*/log.jsonl")
 """Where to look for runs: the directory itself and two levels below."""
 
@@ -184,6 +188,7 @@ def _metric_rows(curves: list[Curve]) -> list[tuple[str, ...]]:
         ("tokens/s", *(f"{curve.total / curve.seconds:,.0f}" if curve.seconds else "-" for curve in curves)),
         ("training time", *(f"{curve.seconds:.1f} s" for curve in curves)),
     ]
+    rows += [row for row in _finetuning_rows(curves) if set(row[1:]) != {"-"}]
     shortest = min(curve.total for curve in curves)
     comparable = all(curve.start == curves[0].start for curve in curves)  # otherwise token counts start differently
     if comparable and any(curve.total != shortest for curve in curves):
@@ -194,6 +199,23 @@ def _metric_rows(curves: list[Curve]) -> list[tuple[str, ...]]:
         *rows,
         ("losses compared with the first run", "-", *(_compare_losses(curves[0], curve) for curve in curves[1:])),
     ]
+
+
+def _finetuning_rows(curves: list[Curve]) -> list[tuple[str, ...]]:
+    """Supervised tokens and rewards, where there are any."""
+    supervised = [sum(line.get("supervised_tokens", 0) for line in curve.steps) for curve in curves]
+    speeds = zip(supervised, curves, strict=True)
+    rows = [("supervised tokens/s", *(f"{n / c.seconds:,.0f}" if n and c.seconds else "-" for n, c in speeds))]
+    for panel, name in REWARD_PANELS.items():
+        rows.append((f"train {name}, last", *(_metric(curve.steps, ENTRIES[panel]) for curve in curves)))
+        validated = (_metric(curve.validations, f"eval_{ENTRIES[panel]}") for curve in curves)
+        rows.append((f"validation {name}, last", *validated))
+    return rows
+
+
+def _metric(lines: list[dict[str, Any]], entry: str) -> str:
+    value = lines[-1].get(entry) if lines else None
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _last(lines: list[dict[str, Any]]) -> str:
@@ -251,9 +273,15 @@ def plot(
         Path | None, typer.Option(help="Output file, .png or .svg. (default: loss.png in the first run)")
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Use tokens instead of steps on the x-axis.")] = False,
-    panels: Annotated[str, typer.Option(help="Panels to plot, in order (comma-separated).")] = ",".join(PANELS),
+    panels: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Panels to plot, in order (comma-separated): {', '.join(PANELS | REWARD_PANELS)}. (default: all that "
+            "the runs have)"
+        ),
+    ] = None,
 ) -> None:
-    """Plot training and validation loss, learning rate, gradient norm and speed."""
+    """Plot loss, learning rate, gradient norm, speed, and the rewards of preference pairs."""
     from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
     from whimbrel.base.files import atomic_file
     from whimbrel.train.run_directory import log_path, read_log
@@ -264,9 +292,13 @@ def plot(
     except ImportError as error:
         raise MissingExtraError("whimbrel plot", "matplotlib", "plot") from error
 
-    names = [name.strip() for name in panels.split(",")]
-    if unknown := [name for name in names if name not in PANELS]:
-        raise ConfigError(f"unknown panel '{unknown[0]}' in --panels (choose from: {', '.join(PANELS)})")
+    labels = PANELS | REWARD_PANELS
+    logs = {log_path(run): read_log(log_path(run)) for run in runs}
+    has_rewards = any(ENTRIES["margin"] in line for lines in logs.values() for line in lines)
+    default = list(labels if has_rewards else PANELS)
+    names = default if panels is None else [name.strip() for name in panels.split(",")]
+    if unknown := [name for name in names if name not in labels]:
+        raise ConfigError(f"unknown panel '{unknown[0]}' in --panels (choose from: {', '.join(labels)})")
     target = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "loss.png"
     if target.suffix not in (".png", ".svg"):
         raise ConfigError(f"expected --out to end in .png or .svg, got {target}")
@@ -274,9 +306,7 @@ def plot(
     rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(8, 4.5) if columns == 1 else (12, 3.5 * rows), layout="constrained")
     grid: list[Axes] = [figure.add_subplot(rows, columns, index) for index in range(1, len(names) + 1)]
-    for run in runs:
-        log = log_path(run)
-        lines = read_log(log)
+    for log, lines in logs.items():
         if not any(line["kind"] == "step" for line in lines):
             raise DataError(f"{log} has no steps to plot")
         label = log.parent.name if log.name == "log.jsonl" else log.stem
@@ -286,7 +316,7 @@ def plot(
         for axes, panel in zip(grid, names, strict=True):
             _plot_panel(axes, panel, lines, label, tokens=tokens)
     for axes, panel in zip(grid, names, strict=True):
-        axes.set(xlabel="tokens" if tokens else "step", ylabel=PANELS[panel])
+        axes.set(xlabel="tokens" if tokens else "step", ylabel=labels[panel])
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
     grid[0].legend()
@@ -308,7 +338,7 @@ def _plot_panel(axes: Axes, panel: str, lines: list[dict[str, Any]], name: str, 
 
     label = f"{name}, train" if panel == "loss" else name
     (train_line,) = axes.plot(*points("step"), linewidth=1.2, alpha=0.8, label=label)
-    if panel == "loss" and any(line["kind"] == "validation" for line in lines):
+    if panel in ("loss", *REWARD_PANELS) and any(line["kind"] == "validation" for line in lines):
         label = f"{name}, validation"
         axes.plot(*points("validation"), "o--", markersize=4, color=train_line.get_color(), label=label)
 
@@ -316,5 +346,6 @@ def _plot_panel(axes: Axes, panel: str, lines: list[dict[str, Any]], name: str, 
 def _value(panel: str, line: dict[str, Any]) -> float:
     if panel == "speed":
         return line["tokens"] / line["seconds"] if line.get("seconds") else math.nan
-    value = line.get({"norm": "grad_norm"}.get(panel, panel))
+    entry = ENTRIES.get(panel, panel)
+    value = line.get(entry, line.get(f"eval_{entry}"))
     return math.nan if value is None else float(value)

@@ -54,6 +54,22 @@ def test_settings_and_metrics_are_compared(workdir: Path, capsys: pytest.Capture
     assert cells(table, "losses compared with the first run") == ["-", "first differ at step 2"]
 
 
+def test_supervised_tokens_and_rewards_of_fine_tuning_runs(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("plain"), [4.0])
+    rewards = {"rewards/margins": 0.5, "rewards/accuracies": 0.75}
+    for name, entries in (("sft", {"supervised_tokens": 30.0}), ("dpo", rewards)):
+        Path(name).mkdir()
+        step = log_line("step", 1, {"step": 0, "total": 1, "loss": 1.0, "tokens": 100, "seconds": 0.5, **entries})
+        evaluated = {f"eval_{entry}": 0.25 for entry in entries if "rewards" in entry}
+        Path(name, "log.jsonl").write_text(step + log_line("validation", 1, {"loss": 1.0, **evaluated}))
+    table = compare(capsys, "plain", "sft", "dpo")
+    assert cells(table, "supervised tokens/s") == ["-", "60", "-"]
+    assert cells(table, "train reward margin, last") == ["-", "-", "0.5000"]
+    assert cells(table, "validation reward accuracy, last") == ["-", "-", "0.2500"]
+    write_run(Path("other"), [4.0])
+    assert not any("reward" in row[0] or "supervised" in row[0] for row in compare(capsys, "plain", "other") if row)
+
+
 def test_bit_identical_losses_are_recognized(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(Path("a"), [4.0, 0.3, float("nan")])
     write_run(Path("b"), [4.0, 0.3, float("nan")])

@@ -43,6 +43,24 @@ def test_all_panels_of_all_runs_are_plotted(folder: Path) -> None:
     assert text.count("<!-- step -->") == 4
 
 
+def test_rewards_of_preference_pairs_are_plotted_if_a_run_has_them(folder: Path) -> None:
+    from matplotlib.figure import Figure
+
+    (folder / "dpo").mkdir()
+    rewards = {"rewards/margins": 0.5, "rewards/accuracies": 0.75}
+    lines = [log_line("step", step, {"loss": 0.6, "tokens": 64, "seconds": 0.5, **rewards}) for step in (1, 2)]
+    lines.append(log_line("validation", 2, {"loss": 0.6, **{f"eval_{name}": 0.25 for name in rewards}}))
+    (folder / "dpo" / "log.jsonl").write_text("".join(lines))
+    assert run("a", "dpo", "--out", "curves.svg") == 0
+    text = (folder / "curves.svg").read_text()
+    assert "<!-- reward margin -->" in text
+    assert "<!-- reward accuracy -->" in text
+    assert text.count("<!-- step -->") == 6
+    axes = Figure().add_subplot()
+    _plot_panel(axes, "margin", read_log(folder / "dpo" / "log.jsonl"), "dpo", tokens=False)
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0.5, 0.5], [0.25]]
+
+
 def test_panels_and_x_axis_can_be_chosen(folder: Path) -> None:
     assert run("a", "--panels", "speed", "--tokens", "--out", "curves.svg") == 0
     text = (folder / "curves.svg").read_text()
@@ -85,7 +103,10 @@ def test_default_output_is_in_the_run_directory(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["a", "--panels", "loss,weight"], "unknown panel 'weight' in --panels (choose from: loss, lr, norm, speed)"),
+        (
+            ["a", "--panels", "loss,weight"],
+            "unknown panel 'weight' in --panels (choose from: loss, lr, norm, speed, margin, accuracy)",
+        ),
         (["a", "--out", "a.gif"], "expected --out to end in .png or .svg, got a.gif"),
         (["c"], "expected a run directory or its log.jsonl, got c"),
         (["empty"], "empty/log.jsonl has no steps to plot"),

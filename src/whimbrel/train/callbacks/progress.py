@@ -41,6 +41,10 @@ class MemoryEstimate:
     """None if unknown before the first step, as for third-party optimizers."""
 
 
+REWARDS = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+"""Metrics of preference objectives that are printed for each step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """Facts to print before the first step."""
@@ -270,9 +274,12 @@ def _step_line(metrics: dict[str, Any], total: int) -> str:
     """Steps are counted from 0, as in log.jsonl."""
     seconds, tokens = metrics["seconds"], metrics["tokens"]
     rate = f" token/s:{tokens / seconds:.2f}" if tokens and seconds else ""
+    if "supervised_tokens" in metrics and seconds:
+        rate += f" supervised_token/s:{metrics['supervised_tokens'] / seconds:.2f}"
+    rewards = "".join(f" reward_{name}:{metrics[key]:.4f}" for key, name in REWARDS.items() if key in metrics)
     skipped = " skipped" if metrics.get("skipped") else ""
     loss = f"train_loss:{metrics['loss']:.4f}"
-    return f"step:{metrics['step'] - 1}/{total} {loss} train_time:{seconds * 1000:.0f}ms{rate}{skipped}"
+    return f"step:{metrics['step'] - 1}/{total} {loss} train_time:{seconds * 1000:.0f}ms{rate}{rewards}{skipped}"
 
 
 def _bar_text(metrics: dict[str, Any], summary: RunSummary) -> str:
@@ -281,8 +288,11 @@ def _bar_text(metrics: dict[str, Any], summary: RunSummary) -> str:
     if metrics["tokens"] and metrics["seconds"]:
         rate = metrics["tokens"] / metrics["seconds"]
         fields.append(f"{rate:,.0f} tok/s")
+        if "supervised_tokens" in metrics:
+            fields[-1] += f" ({metrics['supervised_tokens'] / metrics['seconds']:,.0f} supervised)"
         if summary.peak_flops is not None and summary.flops_per_token is not None:
             fields.append(f"MFU {rate * summary.flops_per_token / summary.peak_flops:.1%}")
+    fields += [f"{name} {metrics[key]:.3f}" for key, name in REWARDS.items() if key in metrics]
     return "  ".join(fields)
 
 

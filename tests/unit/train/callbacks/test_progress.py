@@ -74,6 +74,21 @@ def test_mfu_is_the_achieved_fraction_of_peak_flops(make_run: Any, operations: f
     assert f"  375 tok/s  MFU {100 * operations * 375 / peak:.1f}%" in text
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_supervised_tokens_and_rewards_are_printed(make_run: Any, plain: bool) -> None:
+    callback, out = without_terminal() if plain else terminal()
+    run = make_run(callback, steps=2).begin()
+    run.step(loss=2.0, seconds=0.5, supervised_tokens=64.0)
+    run.step(loss=0.6, seconds=0.5, **{"rewards/margins": 0.25, "rewards/accuracies": 0.875, "rewards/chosen": 9.0})
+    run.end()
+    text = without_colors(out.getvalue())
+    if plain:
+        assert "step:0/2 train_loss:2.0000 train_time:500ms token/s:512.00 supervised_token/s:128.00\n" in text
+        assert "token/s:512.00 reward_margin:0.2500 reward_accuracy:0.8750\n" in text
+    else:
+        assert "512 tok/s  margin 0.250  accuracy 0.875" in text
+
+
 def test_no_mfu_if_the_peak_is_unknown(make_run: Any) -> None:
     callback, out = terminal()
     run = make_run(callback, steps=1).begin(flops_per_token=1e9, peak_flops=None)
