@@ -9,35 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from tests.e2e.serving import ServerProcess, serving
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.models import add_noise
+from tests.support.models import save_with_adapters
 
-import whimbrel
 from whimbrel.inference import LLM, SamplingParams
-from whimbrel.model_io import save_adapter
-from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora
-from whimbrel.models.lora import lora_parameters
 from whimbrel.tokenization import ChatTemplate
 
 openai = pytest.importorskip("openai", reason="needs the package 'openai'")
 
-SHAPE = GPTConfig(context_length=128, vocab_size=257, num_layers=2, embd_size=32, num_heads=2)
 PROMPT = "Once upon a time"
-
-
-def save_with_adapters(folder: Path, names: list[str]) -> None:
-    torch.manual_seed(0)
-    whimbrel.save_model(add_noise(GPT(SHAPE), 0.1), folder / "base", byte_tokenizer())
-    for seed, name in enumerate(names):
-        model = whimbrel.load_model(folder / "base")
-        apply_lora(model, LoraConfig(rank=4 + seed))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for _, parameter in lora_parameters(model):
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-        save_adapter(model, folder / name)
 
 
 @pytest.fixture(scope="module")

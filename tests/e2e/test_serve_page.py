@@ -7,7 +7,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from tests.e2e.serving import ServerProcess
+from tests.e2e.serving import ServerProcess, serving
+from tests.support.models import save_with_adapters
 
 pytest.importorskip("selenium", reason="needs the package 'selenium'")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
@@ -16,7 +17,7 @@ if not (shutil.which("chromium") and shutil.which("chromedriver")):
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
 TIMEOUT_SECONDS = 60
 
@@ -73,6 +74,15 @@ class Page:
         return self.find("turns").get_attribute("aria-busy") == "false"
 
 
+@pytest.fixture(scope="module")
+def adapter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of a model and two adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save_with_adapters(folder, ["first", "second"])
+    with serving(folder / "base", *(f"--adapter={name}={folder / name}" for name in ("first", "second"))) as process:
+        yield process
+
+
 @pytest.fixture
 def page(browser: webdriver.Chrome, server: ServerProcess) -> Page:
     return Page(browser, server)
@@ -81,6 +91,7 @@ def page(browser: webdriver.Chrome, server: ServerProcess) -> Page:
 def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: ServerProcess):
     page.until(lambda: "API key" in page.find("status").text)
     page.enter(server.key)
+    assert not page.find("model").is_enabled()  # it is the only one
     assert page.find("status").text == ""
     assert page.browser.execute_script("return sessionStorage.getItem('whimbrel.key')") == server.key
     assert page.browser.execute_script("return localStorage.length") == 0
@@ -161,7 +172,8 @@ def test_no_external_resources_and_all_fields_are_labelled(page: Page, server: S
     assert loaded
     assert [name for name in loaded if not name.startswith(server.url)] == []
     unnamed = page.browser.execute_script(
-        "return [...document.querySelectorAll('input, textarea')].filter((field) => !field.labels.length).length"
+        "const fields = [...document.querySelectorAll('input, select, textarea')];"
+        "return fields.filter((field) => !field.labels.length).length"
     )
     assert unnamed == 0
     assert page.browser.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
@@ -174,6 +186,33 @@ def test_no_external_resources_and_all_fields_are_labelled(page: Page, server: S
     severe = [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]
     # 4xx responses are logged as errors too; anything else is a bug
     assert [entry for entry in severe if " 40" not in entry["message"]] == []
+
+
+def test_one_of_several_models_is_chosen(browser: webdriver.Chrome, adapter_server: ServerProcess):
+    page = Page(browser, adapter_server)
+    page.set("key", adapter_server.key)
+    page.until(lambda: [option.text for option in Select(page.find("model")).options] == ["base", "first", "second"])
+    page.set("temperature", "0")
+    page.set("tokens", "12")
+    with adapter_server.client() as client:
+        for name in ("second", "base"):
+            Select(page.find("model")).select_by_value(name)
+            page.browser.refresh()
+            page.until(lambda: page.find("model").get_property("value"))
+            assert page.find("model").get_property("value") == name
+            page.find("new").click()
+            page.send("Hello")
+            page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+            body = {
+                "model": name,
+                "messages": [{"role": "user", "content": "Hello"}],
+                "temperature": 0,
+                "max_tokens": 12,
+            }
+            expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+            assert page.turns()[1] == ("assistant", expected)
+            body["model"] = "first"
+            assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] != expected
 
 
 def test_the_docs_page_shows_every_route_and_field(page: Page, server: ServerProcess):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from tests.support.byte_tokenizer import byte_tokenizer
 
-from whimbrel.models import GPT, GPTConfig, preset
+from whimbrel.model_io import load_model, save_adapter, save_model
+from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora, lora_parameters, preset
 
 AnyModel = TypeVar("AnyModel", bound=torch.nn.Module)
 SMALL = {
@@ -48,3 +52,18 @@ def add_noise(model: AnyModel, scale: float = 0.2) -> AnyModel:
     if isinstance(model, GPT):
         model.zero_padding()
     return model
+
+
+def save_with_adapters(folder: Path, names: Sequence[str]) -> None:
+    """A random model with a byte tokenizer in `base`, and random adapters of it in directories of these names."""
+    shape = GPTConfig(context_length=128, vocab_size=257, num_layers=2, embd_size=32, num_heads=2)
+    torch.manual_seed(0)
+    save_model(add_noise(GPT(shape), 0.1), folder / "base", byte_tokenizer())
+    for seed, name in enumerate(names):
+        model = load_model(folder / "base")
+        apply_lora(model, LoraConfig(rank=4 + seed))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, parameter in lora_parameters(model):
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+        save_adapter(model, folder / name)

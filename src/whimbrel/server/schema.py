@@ -476,7 +476,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The list of served models, which always has one entry."""
+    """The model and its adapters."""
 
     object: Literal["list"]
     data: list[ModelCard]

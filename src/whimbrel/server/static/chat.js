@@ -2,12 +2,13 @@
 // Text is only ever set as textContent, so that neither model output nor user input can inject HTML.
 
 const find = (id) => document.getElementById(id);
-const [log, form, text, send, stop, status] = ["turns", "form", "text", "send", "stop", "status"].map(find);
-const STORED_FIELDS = { system: "whimbrel.system", temperature: "whimbrel.temperature", tokens: "whimbrel.tokens", key: "whimbrel.key" };
+const [log, form, text, send, stop, status, model] = ["turns", "form", "text", "send", "stop", "status", "model"].map(find);
+const STORED_FIELDS = {
+  model: "whimbrel.model", system: "whimbrel.system", temperature: "whimbrel.temperature", tokens: "whimbrel.tokens", key: "whimbrel.key",
+};
 const CONVERSATION = "whimbrel.conversation";
 
 let messages = [];
-let model = null;
 let controller = null; // aborts the response that is streaming
 
 function showStatus(message, isError = false) {
@@ -43,15 +44,16 @@ async function request(path, options = {}) {
   throw Object.assign(new Error(body?.error?.message ?? `HTTP status ${response.status}`), { code: body?.error?.code });
 }
 
-async function loadModel() {
+async function loadModels() {
   const { data } = await (await request("/v1/models")).json();
-  model = data[0].id;
-  find("model").textContent = model;
+  const chosen = sessionStorage.getItem(STORED_FIELDS.model);
+  model.replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
+  model.disabled = data.length < 2;
 }
 
 function requestBody(history) {
   const system = find("system").value.trim();
-  const body = { model, stream: true, messages: system ? [{ role: "system", content: system }, ...history] : history };
+  const body = { model: model.value, stream: true, messages: system ? [{ role: "system", content: system }, ...history] : history };
   if (find("temperature").value) body.temperature = Number(find("temperature").value);
   if (find("tokens").value) body.max_completion_tokens = Number(find("tokens").value);
   return JSON.stringify(body);
@@ -88,7 +90,7 @@ async function* readEvents(response) {
 
 async function streamResponse() {
   const message = { role: "assistant", content: "" };
-  if (model === null) await loadModel();
+  if (!model.value) await loadModels();
   const { response, truncated } = await requestCompletion();
   const content = showMessage(message);
   messages.push(message);
@@ -170,10 +172,10 @@ for (const [id, name] of Object.entries(STORED_FIELDS)) {
   find(id).value = sessionStorage.getItem(name) ?? "";
   find(id).addEventListener("change", () => {
     sessionStorage.setItem(name, find(id).value);
-    if (id === "key") loadModel().then(() => showStatus(""), (error) => showStatus(error.message, true));
+    if (id === "key") loadModels().then(() => showStatus(""), (error) => showStatus(error.message, true));
   });
 }
 
 messages = JSON.parse(sessionStorage.getItem(CONVERSATION) ?? "[]");
 messages.forEach(showMessage);
-loadModel().catch((error) => showStatus(error.message, true));
+loadModels().catch((error) => showStatus(error.message, true));
