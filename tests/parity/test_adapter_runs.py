@@ -1,7 +1,8 @@
 """A model fine-tuned with adapters gives the same greedy answers everywhere, and stops by itself.
 
 LoRA, DoRA and QLoRA runs of `whimbrel finetune` on a made task, with held-out prompts: `chat`, `generate`, `serve` with
-OpenAI's client, PEFT, the merged directory in transformers and the GGUF file in llama.cpp.
+OpenAI's client, PEFT, the merged directory in transformers and the GGUF file in llama.cpp. Also LoRA with a template
+whose special tokens the base model does not have.
 """
 
 from __future__ import annotations
@@ -33,7 +34,19 @@ MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0)
 OPTIONS = ("--epochs", "1", "--lr", "5e-3", "--train.device=cpu", "--train.micro_batch=16")
 OPTIONS += ("--train.tokens_per_step=1024", "--plain")
-ADAPTERS = {"lora": (), "dora": ("--lora.use_dora=true",), "int8": ("--weights", "int8")}
+ADAPTERS = {
+    "lora": (),
+    "dora": ("--lora.use_dora=true",),
+    "int8": ("--weights", "int8"),
+    "new-tokens": ("--template", "chatml"),
+}
+PLAIN = """
+{%- for message in messages %}
+    {{- '<' + message['role'] + '\\n' + message['content'] + ';' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant\\n' }}{% endif %}
+"""
+"""A format without special tokens."""
 
 
 class Answers(NamedTuple):
@@ -79,8 +92,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "base"
 
 
+@pytest.fixture(scope="module")
+def plain_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama model that has seen the task in a format without special tokens."""
+    folder = tmp_path_factory.mktemp("plain")
+    shape = {"embd_size": 64, "init_std": 0.05, "embd_init_std": 0.05}
+    tokenizer = train_tokenizer(["user assistant " * 4], 270)
+    save_base_model(folder / "random", tokenizer=tokenizer, template=PLAIN, **shape)
+    chats = write_chats(folder / "chats.jsonl", TRAINED, repeat=8)
+    assert whimbrel("finetune", folder / "random", chats, "--out-dir", folder / "run", "--full", *OPTIONS) == 0
+    assert whimbrel("finalize", folder / "run", folder / "base", "--device", "cpu") == 0
+    (folder / "base" / "chat_template.jinja").unlink()
+    return folder / "base"
+
+
 @pytest.fixture(scope="module", params=ADAPTERS)
-def tuned(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    base = request.getfixturevalue("plain_base" if request.param == "new-tokens" else "base")
     folder = tmp_path_factory.mktemp(request.param)
     chats = write_chats(folder / "chats.jsonl", TRAINED, repeat=13)
     assert whimbrel("finetune", base, chats, "--out-dir", folder / "run", *ADAPTERS[request.param], *OPTIONS) == 0
@@ -90,6 +118,18 @@ def tuned(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.T
 def test_held_out_prompts_are_answered(tuned: Tuned):
     assert tuned.answers.accuracy >= 0.95
     assert tuned.answers.num_stopped >= 0.99 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("tuned", ["new-tokens"], indirect=True)
+def test_new_tokens_need_their_trained_rows(tuned: Tuned):
+    llm = LLM(tuned.run, device="cpu")
+    tokens = [token for token in range(llm.tokenizer.vocab_size) if llm.tokenizer.decode([token]) in SPECIAL]
+    assert len(tokens) == len(SPECIAL)
+    with torch.no_grad():
+        for weight in (llm.model.token_embedding.weight, llm.model.lm_head.weight):
+            weight[tokens] = weight[: min(tokens)].mean(0)
+    answers = [llm.chat(user(text), GREEDY, max_new_tokens=MAX_TOKENS).outputs[0].text for text in PROMPTS[:20]]
+    assert sum(a == b for a, b in zip(answers, tuned.answers.texts, strict=False)) < 10
 
 
 def test_chat_and_generate(tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
@@ -145,6 +185,9 @@ def decode(tokenizer: Any, answers: Sequence[list[int]], end: int) -> Answers:
 def test_peft_on_transformers(tuned: Tuned, tmp_path: Path):
     assert whimbrel("finalize", tuned.run, tmp_path / "adapter") == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tuned.base)
+    if (vocab_size := load_tokenizer(tuned.run).vocab_size) > model.config.vocab_size:
+        assert f"model.resize_token_embeddings({vocab_size})" in (tmp_path / "adapter" / "README.md").read_text()
+        model.resize_token_embeddings(vocab_size)
     assert ask_transformers(peft.PeftModel.from_pretrained(model, tmp_path / "adapter"), tmp_path / "adapter") == (
         tuned.answers
     )
@@ -161,8 +204,9 @@ def test_gguf_in_llama_cpp(tuned: Tuned, llama_cpp, tmp_path: Path):
     pytest.importorskip("gguf", reason="needs the package 'gguf': pip install 'whimbrel[gguf]'")
     assert whimbrel("export", tuned.run, tmp_path / "model.gguf") == 0
     [answer] = llama_cpp([{"model": str(tmp_path / "model.gguf"), "chats": PROMPTS, "count": MAX_TOKENS}])
-    tokenizer = load_tokenizer(tuned.base)
-    theirs = transformers.AutoTokenizer.from_pretrained(tuned.base)
+    assert whimbrel("finalize", tuned.run, tmp_path / "adapter") == 0
+    tokenizer = load_tokenizer(tmp_path / "adapter")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter")
     rendered = [theirs.apply_chat_template(user(text), add_generation_prompt=True)["input_ids"] for text in PROMPTS]
     assert [chat["ids"] for chat in answer["chats"]] == rendered
     assert decode(tokenizer, [chat["tokens"] for chat in answer["chats"]], tokenizer.eot_id) == tuned.answers
