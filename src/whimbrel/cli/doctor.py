@@ -25,7 +25,7 @@ EXTRAS = {  # extra of pyproject.toml: (package that it installs, purpose)
     "accelerate": ("accelerate", "train with Accelerate (AccelTrainer)"),
     "gguf": ("gguf", "write GGUF files for llama.cpp"),
     "hf": ("transformers", "load saved models in transformers"),
-    "hub": ("datasets", "prepare Hub datasets by name"),
+    "hub": ("datasets", "use Hub models and datasets by name"),
     "lm-eval": ("lm-eval", "run lm-eval tasks"),
     "lowbit": ("torchao", "fp8 training and QAT"),
     "plot": ("matplotlib", "plot loss curves"),

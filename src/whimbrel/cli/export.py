@@ -1,4 +1,4 @@
-"""`whimbrel finalize SOURCE OUT` and `whimbrel export SOURCE OUT`: write a model for publishing or other programs."""
+"""`whimbrel finalize`, `push` and `export`: write a model for publishing, upload it, or convert it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ if TYPE_CHECKING:
     from whimbrel.model_io import FinalizeResult, HeldOutResult
     from whimbrel.models import GPT
 
-__all__ = ["export", "finalize"]
+__all__ = ["export", "finalize", "push"]
 
 GGUF = ".gguf"
+MAX_TOKENS = 2**20
+"""Default limit of held-out tokens."""
 
+Source = Annotated[
+    Path,
+    typer.Argument(
+        help="A run (its newest checkpoint), a checkpoint, a model or adapter directory, or owner/name on the Hugging "
+        "Face Hub."
+    ),
+]
 FinalRecipe = Annotated[
     str | None,
     typer.Option(
@@ -38,7 +47,7 @@ Merge = Annotated[bool, typer.Option("--merge", help="Add the adapters of a run 
 
 
 def finalize(
-    source: Annotated[Path, typer.Argument(help="A run, a checkpoint, or a model or adapter directory.")],
+    source: Source,
     out: Annotated[Path, typer.Argument(help="The new model directory.")],
     quantize: FinalRecipe = None,
     quantize_embeddings: Annotated[
@@ -51,7 +60,7 @@ def finalize(
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of unquantized weights and of scales.")
     ] = None,
     data: HeldOutData = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of held-out tokens.")] = 2**20,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of held-out tokens.")] = MAX_TOKENS,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja chat template.")] = None,
     generation_config: Annotated[Path | None, typer.Option(help="A JSON file with generation settings.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Generation: maximum number of tokens.")] = None,
@@ -70,12 +79,55 @@ def finalize(
     The held-out loss before and after is printed and recorded in README.md and finalize.json. A run with adapters gives
     a PEFT directory, or with --merge a complete model.
     """
+    from whimbrel.tokenization.chat_template import read_template
+
+    if chat_template is not None and not chat_template.is_file():
+        raise ConfigError(f"no chat template at {chat_template}: expected a Jinja file")
+    template = None if chat_template is None else read_template(chat_template)
+    generation = _generation_fields(generation_config, temperature, top_k, top_p, max_new_tokens)
+    _finalize(
+        source,
+        out,
+        quantize=quantize,
+        quantize_embeddings=quantize_embeddings,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        data=data,
+        tokens=tokens,
+        chat_template=template,
+        generation=generation,
+        ignore_qat_recipe=ignore_qat_recipe,
+        merge=merge,
+        base=base,
+        device=device,
+    )
+
+
+def _finalize(
+    source: Path,
+    out: Path,
+    *,
+    name: str | None = None,
+    quantize: str | None = None,
+    quantize_embeddings: bool = False,
+    checkpoint: str | None = None,
+    dtype: str | None = None,
+    data: str | None = None,
+    tokens: int = MAX_TOKENS,
+    chat_template: str | None = None,
+    generation: Mapping[str, Any] | None = None,
+    ignore_qat_recipe: bool = False,
+    merge: bool = False,
+    base: Path | None = None,
+    device: str | None = None,
+) -> None:
+    """Write the model directory `out` and print what it contains; `name` is the model's name if it is not `out`."""
     import torch
 
     from whimbrel.config import load_toml
     from whimbrel.model_io import finalize_adapter, finalize_model, locate_model
+    from whimbrel.model_io.adapter import base_reference
     from whimbrel.model_io.locate import choose_checkpoint, find_run
-    from whimbrel.tokenization.chat_template import read_template
     from whimbrel.train.device import choose_device
     from whimbrel.train.evaluation import greater_is_better
 
@@ -83,10 +135,6 @@ def finalize(
     file = None if run is None else run / "config.toml"
     settings = load_toml(file) if file is not None and file.is_file() else {}
     recipe = _choose_recipe(quantize, settings.get("train", {}).get("qat_recipe"), ignore_qat_recipe=ignore_qat_recipe)
-    generation = _generation_fields(generation_config, temperature, top_k, top_p, max_new_tokens)
-    if chat_template is not None and not chat_template.is_file():
-        raise ConfigError(f"no chat template at {chat_template}: expected a Jinja file")
-    template = None if chat_template is None else read_template(chat_template)
     if checkpoint is not None:
         saved = settings.get("checkpoint", {})
         higher_is_better = greater_is_better(saved.get("metric", "loss"), saved.get("greater_is_better"))
@@ -96,23 +144,24 @@ def finalize(
         raise ConfigError(f"--merge needs a run or directory with adapters, got {source}: omit it")
     if location.is_adapter and not merge:
         _check_unmerged({"--quantize": recipe, "--dtype": dtype, "--data": data})
-        copied = finalize_adapter(source, out, base=base, chat_template=template, generation=generation)
-        print(f"{out}: adapter of {copied.root}; --merge writes a complete model")
+        copied = finalize_adapter(source, out, name=name, base=base, chat_template=chat_template, generation=generation)
+        print(f"{name or out}: adapter of {base_reference(copied.root)[0]}; --merge writes a complete model")
         return
     result = finalize_model(
         source,
         out,
+        name=name,
         base=base,
         recipe=recipe,
         embeddings=quantize_embeddings,
         dtype={None: None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype],
         device=choose_device(device),
-        chat_template=template,
+        chat_template=chat_template,
         generation=generation,
         settings=_card_settings(settings),
         evaluate=_held_out_evaluation(source, base, settings, data, tokens),
     )
-    _print_result(out, result)
+    _print_result(name or str(out), result)
 
 
 def _check_unmerged(options: Mapping[str, object]) -> None:
@@ -162,14 +211,20 @@ def _generation_fields(
 
 
 def _card_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run for its model card, without training settings that have their default value."""
+    """The settings of a run for its model card, without local paths and training settings that have their default."""
     from whimbrel.config import to_table
+    from whimbrel.model_io.adapter import base_reference
+    from whimbrel.model_io.hub import is_hub_id
     from whimbrel.train.config import TrainConfig
 
     defaults = to_table(TrainConfig(steps=1)) | {"device": settings.get("train", {}).get("device")}
     shown = {name: settings[name] for name in ("model", "train", "optim", "schedule") if name in settings}
     if "train" in shown:
         shown["train"] = {name: value for name, value in shown["train"].items() if defaults.get(name) != value}
+    if "path" in shown.get("model", {}):
+        reference, _ = base_reference(shown["model"]["path"])
+        path = reference if reference is not None and is_hub_id(reference) else Path(shown["model"]["path"]).name
+        shown["model"] = shown["model"] | {"path": path}
     return shown
 
 
@@ -199,12 +254,12 @@ def _held_out_evaluation(
     )
 
 
-def _print_result(out: Path, result: FinalizeResult) -> None:
+def _print_result(name: str, result: FinalizeResult) -> None:
     from whimbrel.base.files import format_bytes
 
     before, after = result.before, result.after
     sizes = f"{format_bytes(before.num_bytes)} -> {format_bytes(after.num_bytes)}"
-    print(f"{out}: {result.num_parameters:,} parameters, {before.format} -> {after.format}, {sizes}")
+    print(f"{name}: {result.num_parameters:,} parameters, {before.format} -> {after.format}, {sizes}")
     if before.held_out is not None and after.held_out is not None:
         old, new = before.held_out, after.held_out
         change = new.perplexity / old.perplexity - 1
@@ -212,8 +267,64 @@ def _print_result(out: Path, result: FinalizeResult) -> None:
         print(f"perplexity {old.perplexity:.3f} -> {new.perplexity:.3f} ({change:+.2%})")
 
 
+def push(
+    source: Source,
+    repo: Annotated[str, typer.Argument(help="The model on the Hub, as owner/name; it is created if necessary.")],
+    private: Annotated[bool, typer.Option("--private", help="Create a private model.")] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch to upload to; it is created if necessary. (default: main)")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Which checkpoint of a run to use: latest, best or a step. (default: latest)")
+    ] = None,
+    merge: Merge = False,
+    base: Base = None,
+) -> None:
+    """Upload a model to the Hugging Face Hub, with tokenizer, chat template and model card.
+
+    A run is finalized first, as by `whimbrel finalize`, with the held-out loss in the model card. The result of
+    `whimbrel finalize` is uploaded as it is, so use that command to quantize. A run with adapters gives a PEFT
+    repository, or with --merge a complete model. Optimizer state and logs are never uploaded. Log in with `hf auth
+    login`, or set HF_TOKEN. Needs the extra `hub`.
+    """
+    from tempfile import TemporaryDirectory
+
+    from whimbrel.model_io.finalize import MODEL_CARD, PUBLISHED
+    from whimbrel.model_io.hub import check_login, is_hub_id, upload_model
+    from whimbrel.model_io.locate import find_run
+    from whimbrel.model_io.save import exportable_location
+
+    if not is_hub_id(repo) or "@" in repo:
+        raise ConfigError(f"expected the Hub model as owner/name, got '{repo}'")
+    directory = exportable_location(source, base).directory
+    check_login()  # before a long evaluation
+    with TemporaryDirectory(prefix="whimbrel-") as folder:
+        is_ready = find_run(source) is None and (directory / MODEL_CARD).is_file()
+        if not is_ready or merge or base is not None or checkpoint is not None:
+            directory = Path(folder) / "model"
+            _finalize(source, directory, name=repo, checkpoint=checkpoint, merge=merge, base=base)
+        _check_adapter_base(directory)
+        url = upload_model(directory, PUBLISHED, repo, private=private, revision=revision)
+    print(f"Pushed to {url}")
+
+
+def _check_adapter_base(directory: Path) -> None:
+    """Raise if nobody else could load the adapters in a directory, because their base model is not on the Hub."""
+    from whimbrel.model_io.adapter import ADAPTER_CONFIG
+    from whimbrel.model_io.hub import is_hub_id
+    from whimbrel.model_io.weights import read_json
+
+    file = directory / ADAPTER_CONFIG
+    name = read_json(file).get("base_model_name_or_path") if file.is_file() else None
+    if file.is_file() and (name is None or not is_hub_id(name) or Path(name).exists()):
+        raise ConfigError(
+            f"the base model of these adapters is not on the Hub ({name}): push it and pass --base owner/name, or add "
+            "--merge to push a complete model"
+        )
+
+
 def export(
-    source: Annotated[Path, typer.Argument(help="A run (its newest checkpoint), a checkpoint, or a model directory.")],
+    source: Source,
     out: Annotated[Path, typer.Argument(help="A new directory (hf), or a new file that ends in .gguf (gguf).")],
     output_format: Annotated[
         Literal["hf", "gguf"] | None,

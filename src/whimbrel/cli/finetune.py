@@ -28,7 +28,6 @@ LEARNING_RATES = {
 MIN_STEPS_PER_EPOCH = 20
 """Small datasets get smaller batches, so that an epoch has at least this many steps if possible."""
 SHOWN_CHARACTERS = 1000
-HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model")
 SESSION_OPTIONS = ("--resume.", "--overwrite")
 
 
@@ -36,7 +35,9 @@ def finetune(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(help="The model to start from: a model directory, a run, or a name on the Hugging Face Hub."),
+        typer.Argument(
+            help="The model to start from: a model directory, a run, or owner/name on the Hugging Face Hub."
+        ),
     ],
     data: Annotated[
         list[str], typer.Argument(help="Chats, preference pairs or text: jsonl, parquet, directories, Hub datasets.")
@@ -79,6 +80,7 @@ def finetune(
     OUT_DIR/config.toml (for `whimbrel train`), and trains. Any setting can be overridden with --section.name=value.
     """
     from whimbrel.config import apply_overrides
+    from whimbrel.model_io.hub import resolve_path
     from whimbrel.train.config import build_run_config
 
     configure_logging()
@@ -86,7 +88,7 @@ def finetune(
     train = {"clip": 1.0, **_device_defaults(context.args, full=full), **_length(context.args, epochs)}
     table = {
         "output_dir": str(out_dir),
-        "model": {"path": str(_local_model(model).resolve()), **_given(weights=weights)},
+        "model": {"path": str(resolve_path(model).resolve()), **_given(weights=weights)},
         "data": {
             "path": data, "train_on": train_on, "too_long": too_long, "skip_bad": skip_bad,
             **_given(format=data_format, template=template, val=val, sequence_length=sequence_length),
@@ -143,27 +145,6 @@ def _learning_rate(objective: str, *, full: bool) -> float:
 
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _local_model(name: str) -> Path:
-    """The directory of a model; one on the Hub is downloaded, unless it is in the cache."""
-    from whimbrel.base.errors import ConfigError, MissingExtraError
-    from whimbrel.data.sources import HUB_NAME
-
-    path = Path(name)
-    if path.exists():
-        return path
-    if not HUB_NAME.fullmatch(name) or ":" in name:
-        raise ConfigError(f"no model at {name}: expected a model directory, a run, or owner/model on the Hub")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise MissingExtraError(f"downloading {name}", "huggingface_hub", "hub") from error
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except (OSError, ValueError) as error:  # no network, no such model, no access
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{name} is neither a local model nor one that can be downloaded: {reason}") from error
 
 
 def _length(overrides: Sequence[str], epochs: float | None) -> dict[str, float]:

@@ -38,6 +38,7 @@ COMMANDS = {
     "eval": "eval:evaluate",
     "finalize": "export:finalize",
     "export": "export:export",
+    "push": "export:push",
     "generate": "generate:generate",
     "chat": "generate:chat",
     "serve": "serve:serve",

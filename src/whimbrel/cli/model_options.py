@@ -29,7 +29,11 @@ __all__ = [
 ]
 
 Model = Annotated[
-    Path, typer.Argument(help="A run (its newest checkpoint), a model or adapter directory, or a llama2.c .bin.")
+    Path,
+    typer.Argument(
+        help="A run (its newest checkpoint), a model or adapter directory, owner/name on the Hugging Face Hub, or a "
+        "llama2.c .bin."
+    ),
 ]
 Base = Annotated[
     Path | None,

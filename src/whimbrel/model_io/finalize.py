@@ -17,19 +17,42 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.base.files import atomic_directory, format_bytes
 from whimbrel.config import dump_toml
 from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO, adapter_vocab_size, base_reference
+from whimbrel.model_io.hub import is_hub_id
 from whimbrel.model_io.load import load_model, read_config
 from whimbrel.model_io.locate import ModelLocation
-from whimbrel.model_io.save import copy_model, copy_text_files, exportable_location
-from whimbrel.model_io.weights import CONFIG, GENERATION_CONFIG, format_of, read_json, weight_recipe, write_json
+from whimbrel.model_io.save import TOKENIZER_FILES, copy_model, copy_text_files, exportable_location
+from whimbrel.model_io.weights import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    WEIGHTS,
+    format_of,
+    read_json,
+    weight_recipe,
+    write_json,
+)
 from whimbrel.models import GPT
 from whimbrel.models.held_out_loss import perplexity
 from whimbrel.models.lora import merge_lora
 from whimbrel.precision import QuantizedWeight, dequantize_, finalize
-from whimbrel.tokenization.chat_template import TEMPLATE_FILE
+from whimbrel.tokenization.chat_template import TEMPLATE_DIRECTORY, TEMPLATE_FILE
 
-__all__ = ["FinalizeResult", "HeldOutResult", "WeightsInfo", "finalize_adapter", "finalize_model"]
+__all__ = [
+    "MODEL_CARD",
+    "PUBLISHED",
+    "FinalizeResult",
+    "HeldOutResult",
+    "WeightsInfo",
+    "finalize_adapter",
+    "finalize_model",
+]
 
 MODEL_CARD, SUMMARY = "README.md", "finalize.json"
+PUBLISHED = (
+    MODEL_CARD, SUMMARY, CONFIG, GENERATION_CONFIG, WEIGHTS, INDEX, "model-*-of-*.safetensors", ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS, BASE_INFO, *TOKENIZER_FILES, TEMPLATE_FILE, f"{TEMPLATE_DIRECTORY}/*.jinja",
+)  # fmt: skip
+"""Files of a published model. Others, such as the optimizer state of a checkpoint, stay local."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +118,7 @@ def finalize_model(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    name: str | None = None,
     recipe: str | None = None,
     embeddings: bool = False,
     dtype: torch.dtype | None = None,
@@ -110,6 +134,7 @@ def finalize_model(
     An adapter is merged with its base model.
 
     Args:
+        name: The model's name in the model card; default: that of the directory.
         recipe: Quantize the linear layers, and with `embeddings` also the token embedding and the head.
         dtype: Convert the weights first.
         base: The base model of an adapter, if it is not where it was when the adapter was trained.
@@ -146,10 +171,11 @@ def finalize_model(
         del model, linears
         reloaded = load_model(directory, device=device)
         after = _weights_info(ModelLocation(directory).num_bytes, reloaded, evaluate)
-        name = None if weight_format is None else recipe or weight_format.name
-        result = FinalizeResult(name, num_parameters, before, after, unquantized)
+        applied = None if weight_format is None else recipe or weight_format.name
+        result = FinalizeResult(applied, num_parameters, before, after, unquantized)
         write_json(directory / SUMMARY, {"whimbrel": __version__, **result.to_json()})
-        card = model_card(Path(out).name, str(read_json(directory / CONFIG).get("model_type")), result, settings)
+        model_type = str(read_json(directory / CONFIG).get("model_type"))
+        card = model_card(name or Path(out).name, model_type, result, settings)
         (directory / MODEL_CARD).write_text(card, encoding="utf-8")
     return result
 
@@ -158,13 +184,15 @@ def finalize_adapter(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    name: str | None = None,
     base: str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
     generation: Mapping[str, Any] | None = None,
 ) -> ModelLocation:
     """Write the adapter of a run or checkpoint as a PEFT directory with tokenizer, chat template and model card.
 
-    The directory appears atomically. Returns the location of the adapter that was copied.
+    The directory appears atomically. `name` is the one in the model card; default: that of the directory. Returns the
+    location of the adapter that was copied.
     """
     location = exportable_location(source, base)
     if location.base is None:
@@ -176,16 +204,16 @@ def finalize_adapter(
             base_model, revision = base_reference(location.base.directory)
             table |= {"base_model_name_or_path": base_model, "revision": revision}
         write_json(directory / ADAPTER_CONFIG, table)
-        for name in (ADAPTER_WEIGHTS, BASE_INFO):
-            if (location.directory / name).is_file():
-                shutil.copyfile(location.directory / name, directory / name)
+        for file in (ADAPTER_WEIGHTS, BASE_INFO):
+            if (location.directory / file).is_file():
+                shutil.copyfile(location.directory / file, directory / file)
         base_vocab_size = read_config(location.root).config.vocab_size
         copy_text_files(location, directory, base_vocab_size)
         _replace_text_files(directory, chat_template, generation)
         needed = adapter_vocab_size(directory)
         resize = f"model.resize_token_embeddings({needed})  # for the special tokens that the adapter adds\n"
         resize = resize if needed > base_vocab_size else ""
-        card = ADAPTER_CARD.format(name=Path(out).name, base=base_model, resize=resize)
+        card = ADAPTER_CARD.format(name=name or Path(out).name, base=base_model, resize=resize)
         (directory / MODEL_CARD).write_text(card, encoding="utf-8")
     return location
 
@@ -213,14 +241,14 @@ A LoRA adapter of `{base}`.
 
 ## Usage
 
-`whimbrel chat PATH --base BASE`, or
+`whimbrel chat {name}`, or
 
 ```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(BASE)
-{resize}model = PeftModel.from_pretrained(model, PATH)
+model = AutoModelForCausalLM.from_pretrained("{base}")
+{resize}model = PeftModel.from_pretrained(model, "{name}")
 ```
 """
 
@@ -235,7 +263,7 @@ def _weights_info(num_bytes: int, model: GPT, evaluate: Callable[[GPT], HeldOutR
 
 
 FRONT_MATTER = """---
-library_name: {library}
+library_name: {library}{base}
 pipeline_tag: text-generation
 tags:
 {tags}
@@ -244,19 +272,24 @@ tags:
 
 
 def model_card(title: str, model_type: str, result: FinalizeResult, settings: Mapping[str, Any] | None) -> str:
-    """The `README.md` that model hubs display; `settings` are the config of the training run."""
+    """The `README.md` that the Hub displays; `settings` are the config of the training run.
+
+    `title` is the directory or Hub id for the usage examples, too.
+    """
     quantized = result.recipe is not None
     needs_whimbrel = quantized or model_type == "whimbrel"
     library = "whimbrel" if needs_whimbrel else "transformers"
     tags = ["whimbrel", *([str(result.recipe)] if quantized else [])]
+    source = (settings or {}).get("model", {}).get("path")
+    base = f"\nbase_model: {source}" if source is not None and is_hub_id(source) else ""
     linears = f" Linear layers are quantized as `{result.recipe}`." if quantized else ""
     parts = [
-        FRONT_MATTER.format(library=library, tags="\n".join(f"- {tag}" for tag in tags)),
+        FRONT_MATTER.format(library=library, base=base, tags="\n".join(f"- {tag}" for tag in tags)),
         f"# {title}\n\nA causal language model of type `{model_type}` with {result.num_parameters:,} parameters."
         f"{linears} Written by whimbrel {__version__}.\n",
         f"## Weights\n\n{_weights_section(result)}\n",
         f"## Held-out loss\n\n{_loss_section(result)}\n",
-        f"## Usage\n\n{_usage_section(needs_whimbrel=needs_whimbrel)}\n",
+        f"## Usage\n\n{_usage_section(title, needs_whimbrel=needs_whimbrel)}\n",
         "## License\n\nNot specified.\n",
     ]
     if settings:
@@ -296,11 +329,11 @@ def _loss_section(result: FinalizeResult) -> str:
     )
 
 
-def _usage_section(*, needs_whimbrel: bool) -> str:
+def _usage_section(name: str, *, needs_whimbrel: bool) -> str:
     register = "import whimbrel.hf  # registers the model with transformers\n" if needs_whimbrel else ""
     return (
-        "```python\nimport whimbrel\n\nmodel = whimbrel.load_model(PATH)\n```\n\n"
+        f'```python\nimport whimbrel\n\nmodel = whimbrel.load_model("{name}")\n```\n\n'
         f"or\n\n```python\n{register}from transformers import AutoModelForCausalLM\n\n"
-        "model = AutoModelForCausalLM.from_pretrained(PATH)\n```\n\n"
-        'or `whimbrel generate PATH "prompt"`.'
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n```\n\n'
+        f'or `whimbrel generate {name} "prompt"`.'
     )

@@ -13,12 +13,11 @@ from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import list_checkpoints, rank_by_metric, verify_component
 from whimbrel.config import load_toml
 from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO
+from whimbrel.model_io.hub import EXPECTED_PATH, cached_model, is_hub_id, resolve_path
 from whimbrel.model_io.weights import CONFIG, read_json
 from whimbrel.tokenization import ChatTemplate, load_chat_template
 
 __all__ = ["ModelLocation", "choose_checkpoint", "find_run", "locate_model", "model_path"]
-
-EXPECTED_PATH = "expected a run, a checkpoint, a model directory, a PEFT adapter or a llama2.c .bin file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +82,9 @@ def locate_model(
 ) -> ModelLocation:
     """The model directory of a run or checkpoint, or the path itself; raises CheckpointError if there is none.
 
-    The base model of an adapter is `base`, else the one named in `adapter_config.json` (a path, or the id of a model
-    in the cache of huggingface_hub), else `model.path` of the run that trained it.
+    `owner/name` is a model on the Hugging Face Hub, unless it is a local path; it is downloaded if it is not in the
+    cache. The base model of an adapter is `base`, else the one named in `adapter_config.json`, else `model.path` of the
+    run that trained it. A base model is downloaded only if `base` or the adapter is given by its Hub id.
     """
     return _locate(path, base, ())
 
@@ -108,7 +108,7 @@ def _locate(
 
 
 def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:
-    """The base model of the adapter in `directory`, which `path` was resolved to."""
+    """The base model of the adapter in `directory`, which `path` was resolved to: a path or a Hub id."""
     run = find_run(path) or find_run(directory)
     settings: Any = load_toml(run / "config.toml") if run is not None and (run / "config.toml").is_file() else {}
     table = read_json(directory / ADAPTER_CONFIG)
@@ -116,31 +116,27 @@ def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:
     for name in names:
         if Path(name).exists():
             return Path(name)
-        if (cached := _cached_snapshot(str(name), table.get("revision"))) is not None:
+        if (cached := cached_model(str(name), table.get("revision"))) is not None:
             return cached
     if not names:
         raise CheckpointError(f"{directory} is an adapter that names no base model: pass it (--base)")
+    if is_hub_id(names[0]):
+        if not Path(path).exists():  # the adapter was asked for by its Hub id
+            return Path(names[0] if table.get("revision") is None else f"{names[0]}@{table['revision']}")
+        raise CheckpointError(
+            f"{directory} is an adapter of {names[0]}, which is not downloaded: pass --base {names[0]} to download it"
+        )
     raise CheckpointError(
         f"{directory} is an adapter of {names[0]}, which does not exist: pass its base model (--base)"
     )
 
 
-def _cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """The files of a hub model that were downloaded before."""
-    from huggingface_hub import snapshot_download  # slow to import
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
-
-
 def model_path(path: str | os.PathLike[str]) -> Path:
-    """The directory that a run or checkpoint keeps its model in, or the path itself, whatever it contains."""
-    source = Path(path)
-    if not source.exists():
-        raise CheckpointError(f"no run or model at {source}: {EXPECTED_PATH}")
+    """The directory that a run or checkpoint keeps its model in, or the path itself, whatever it contains.
+
+    `owner/name` is downloaded from the Hub if there is no such path (`resolve_path`).
+    """
+    source = resolve_path(path)
     if _is_run(source):
         source = _newest_checkpoint(source)
     elif (source / "manifest.json").is_file() and (source / "model").is_dir():
@@ -153,6 +149,8 @@ def model_path(path: str | os.PathLike[str]) -> Path:
 def find_run(path: str | os.PathLike[str]) -> Path | None:
     """The run directory at `path`, or the run that contains this checkpoint or its model; None for other models."""
     source = Path(path)
+    if not source.exists():  # a Hub id
+        return None
     return next((directory for directory in (source, *source.absolute().parents[1:3]) if _is_run(directory)), None)
 
 

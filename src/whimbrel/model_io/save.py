@@ -38,6 +38,7 @@ from whimbrel.tokenization import Tokenizer, load_chat_template
 from whimbrel.tokenization.chat_template import TEMPLATE_DIRECTORY, TEMPLATE_FILE
 
 __all__ = [
+    "TOKENIZER_FILES",
     "copy_model",
     "copy_text_files",
     "export_hf",

@@ -23,6 +23,7 @@ from whimbrel.data.packing import TooLong
 from whimbrel.data.sources import is_source
 from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.model_io import locate_model, read_architecture
+from whimbrel.model_io.hub import resolve_path
 from whimbrel.models import GPTConfig, LoraConfig, preset
 from whimbrel.optim import OptimConfig, ScheduleConfig
 from whimbrel.tokenization import TrainOn
@@ -549,8 +550,8 @@ class ModelConfig(GPTConfig):
     """The model of a run: its architecture, and the weights it starts from."""
 
     path: Path | None = None
-    """Start from the weights of a Hugging Face directory, a run, a checkpoint or an adapter (merged with its base
-    model), which also sets the architecture."""
+    """Start from the weights of a Hugging Face directory, a run, a checkpoint, an adapter (merged with its base model)
+    or owner/name on the Hugging Face Hub, which also sets the architecture."""
     weights: Literal["int8", "int4", "fp8"] | None = None
     """Quantize the linear layers of the model in path while loading it, under the adapters of [lora] (QLoRA)."""
 
@@ -734,8 +735,9 @@ def _model_table(table: dict[str, Any]) -> dict[str, Any]:
     weights = {"weights": table["weights"]} if "weights" in table else {}
     if "preset" in overrides:
         raise ConfigError("expected model.path or model.preset, got both: leave one out")
-    if not path.exists() and {"num_layers", "embd_size", "vocab_size"} <= overrides.keys():
+    if not path.exists() and to_table(GPTConfig()).keys() <= overrides.keys():
         return table  # the config.toml of a run that is resumed after its source was removed
+    path = resolve_path(path)
     stored = read_architecture(locate_model(path))
     _check_architecture(build(GPTConfig, to_table(stored) | overrides, "model"), stored, path, overrides)
     return to_table(stored) | weights | {"path": str(path)}

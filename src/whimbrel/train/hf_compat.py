@@ -64,7 +64,7 @@ HF_TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 """Other names for our arguments."""
 
-_HUB = "upload the directory that save_model writes with huggingface_hub"
+_HUB = "upload the run with `whimbrel push RUN owner/name`"
 _NO_OVERRIDE = "remove the override and use parallel={...} (docs/distributed.md)"
 _PARALLEL = "use parallel={...} (docs/distributed.md), or remove it"
 _OPTIMIZER = "pass optimizers=(OptimConfig(name=NAME, ...), None) to the trainer"

@@ -197,7 +197,9 @@ def test_a_base_model_in_the_hub_cache(base, adapter, tmp_path, monkeypatch):
             finalize_adapter(adapter, tmp_path / "copy")
             assert json.loads((tmp_path / "copy/adapter_config.json").read_text())["base_model_name_or_path"] == name
         else:
-            with pytest.raises(CheckpointError, match="adapter of someone/else, which does not exist"):
+            with pytest.raises(
+                CheckpointError, match="adapter of someone/else, which is not downloaded: pass --base someone/else"
+            ):
                 whimbrel.load_model(adapter)
 
 

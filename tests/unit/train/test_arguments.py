@@ -254,7 +254,7 @@ def test_integral_floats_are_converted_to_steps() -> None:
     [
         ("learning_rat", 1.0, "TrainingArguments has no argument 'learning_rat': did you mean 'learning_rate'"),
         ("optim", "adafactor", r"unsupported optim='adafactor': pass optimizers=\(NAME, None\)"),
-        ("push_to_hub", True, "unsupported push_to_hub=True: upload the directory"),
+        ("push_to_hub", True, "unsupported push_to_hub=True: .* `whimbrel push"),
         ("evaluation_strategy", "steps", "unsupported evaluation_strategy='steps': use eval_strategy"),
         ("qqqqqqqqqqqq", 1, "has no argument 'qqqqqqqqqqqq': leave it out"),
     ],
