@@ -133,6 +133,28 @@ def test_tool_choice(client):
         assert (excinfo.value.param, excinfo.value.type) == ("tool_choice", "invalid_request_error")
 
 
+def test_invalid_calls_get_a_400(client):
+    *_, last = messages = conversation("Bern")[:3]
+    for arguments, message in (
+        ("{", "JSON of an object"),
+        ('{"a": ' + "[" * 500 + "]" * 500 + "}", "levels of nesting"),
+    ):
+        messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
+        with pytest.raises(openai.BadRequestError, match=message) as excinfo:
+            ask(client, messages)
+        assert excinfo.value.param == "messages"
+    del last["tool_call_id"]
+    with pytest.raises(openai.BadRequestError):
+        ask(client, messages)
+
+
+def test_tools_are_in_the_openapi_document(server: ServerProcess):
+    with server.client() as http:
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    assert "tools" in schemas["ChatCompletionRequest"]["properties"]
+    assert "tool_calls" in schemas["Message"]["properties"]
+
+
 def test_llm_chat_renders_the_same_prompt(client, run: Path):
     question = conversation("Bern")[:1]
     output = LLM(run, device="cpu").chat(question, SamplingParams(temperature=0), tools=TOOLS, max_new_tokens=100)

@@ -230,6 +230,10 @@ class MessageToolCall(StrictModel):
     type: Literal["function"]
     function: FunctionCall
 
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        return {"id": self.id, "type": self.type, "function": dict(self.function)}
+
 
 INTEGER = BeforeValidator(_integer)
 
@@ -405,11 +409,11 @@ class Message(StrictModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message with the fields and roles that chat templates know."""
-        message = {name: value for name, value in self.model_dump().items() if value not in (None, [])}
-        return message | {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
-        }
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        message["content"] = self.content or ""
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message | {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name))}
 
 
 class ChatCompletionRequest(GenerationRequest):

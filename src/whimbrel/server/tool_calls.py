@@ -143,12 +143,15 @@ class Llama3JsonParser:
 
 def find_parser(template: ChatTemplate, names: Collection[str]) -> Callable[[], ToolCallParser]:
     """The parser for calls of these functions, in the format that the chat template writes."""
-    if START in template.source:
+    source = template.source.replace('\\"', '"')  # in Jinja strings
+    if '"name"' in source and START in source:
         return HermesParser
-    if '"parameters"' in template.source:
+    if '"name"' in source and '"parameters"' in source:
         return functools.partial(Llama3JsonParser, names)
-    message = f"expected a chat template that writes tool calls as {START} or as JSON with parameters, got another"
-    raise RequestError(f"{message} format: leave tools out", field="tools")
+    expected = (
+        f'expected a chat template that writes tool calls as {START}{{"name": ...}} or {{"name": ..., "parameters"'
+    )
+    raise RequestError(f"{expected}: ...}}, got one with another format: leave tools out", field="tools")
 
 
 def _parse_calls(text: str, first_index: int) -> list[ToolCall]:

@@ -11,13 +11,14 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.chat_templates import QWEN_TOOLS
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import Event
 from whimbrel.server.served_model import Prompt
 from whimbrel.server.streaming import Choice, Delta, PromptContext
 from whimbrel.server.tool_calls import HermesParser, Llama3JsonParser, ToolCallParser, find_parser
-from whimbrel.tokenization import ChatTemplate
+from whimbrel.tokenization import BUILTIN_TEMPLATES, ChatTemplate
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [null, "é"]}}'
 ADD_CALL = ("add", {"a": 1, "b": [None, "é"]})
@@ -152,10 +153,15 @@ def test_a_choice_cut_off_after_a_call_has_finish_reason_length():
 
 
 def test_the_template_determines_the_format():
-    assert find_parser(ChatTemplate("{{ tools }}<tool_call>"), {"add"}) is HermesParser
-    llama = find_parser(ChatTemplate('{{ tools }}{"name": function, "parameters": object}'), {"add"})()
-    assert isinstance(llama, Llama3JsonParser)
-    assert parse(llama, [LLAMA_ADD]) == ("", [ADD_CALL])
-    with pytest.raises(RequestError, match="tool calls as <tool_call> or as JSON") as excinfo:
-        find_parser(ChatTemplate("{{ tools }}[TOOL_CALLS]"), {"add"})
-    assert excinfo.value.field == "tools"
+    for source in (QWEN_TOOLS, BUILTIN_TEMPLATES["chatml"].source):
+        assert find_parser(ChatTemplate(source), {"add"}) is HermesParser
+    for source in ('{{ tools }}{"name": function, "parameters": object}', r'{{ "{\"name\": 1, \"parameters\": 2}" }}'):
+        llama = find_parser(ChatTemplate(source), {"add"})()
+        assert isinstance(llama, Llama3JsonParser)
+        assert parse(llama, [LLAMA_ADD]) == ("", [ADD_CALL])
+    for source in ("{{ tools }}[TOOL_CALLS]", "{{ tools }}<tool_call><function={{ name }}>"):
+        with pytest.raises(
+            RequestError, match="expected a chat template that writes tool calls as <tool_call>"
+        ) as excinfo:
+            find_parser(ChatTemplate(source), {"add"})
+        assert excinfo.value.field == "tools"
