@@ -80,7 +80,7 @@ def prepare(
             f"--total-tokens N, or {FINEWEB} for all of it (10 billion tokens)"
         )
     sources = source or [FINEWEB]
-    name = name or source_name(sources[0])
+    name = source_name(sources[0]) if name is None else name
     directory = out_dir or default_directory(name, sources, total_tokens)
     print(f"Output directory: {directory}")
     print(f"Tokens: {'all' if total_tokens is None else f'{total_tokens:,}'}")

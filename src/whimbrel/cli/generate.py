@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -29,8 +29,13 @@ CHAT_COMMANDS = "/reset starts over, /exit quits, Ctrl-C stops an answer"
 def generate(
     model: Model,
     text: Annotated[
-        str, typer.Argument(help="The prompt. If omitted, generation starts from BOS.", metavar="PROMPT")
-    ] = "",
+        str | None,
+        typer.Argument(
+            help="The prompt; - reads standard input, which is also the default if it is not a terminal. Without a "
+            "prompt, generation starts from BOS.",
+            metavar="PROMPT",
+        ),
+    ] = None,
     n: Annotated[int, typer.Option("--n", help="Number of completions.")] = 1,
     num_beams: Annotated[
         int | None, typer.Option(help="Use beam search with this many beams instead of sampling.")
@@ -50,6 +55,7 @@ def generate(
     from whimbrel.model_io import open_model
 
     _check_combination(n, num_beams, options)
+    text = _read_prompt() if text == "-" or (text is None and not _is_terminal(sys.stdin)) else text or ""
     opened = open_model(model, options.tokenizer, base=options.base)
     bos_id = opened.generation_config.bos_token_id
     prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=bos_id).ids
@@ -77,6 +83,19 @@ def generate(
         for piece in pieces:
             print_text(piece)
         print()
+
+
+def _is_terminal(file: TextIO | None) -> bool:
+    """True also if there is no standard input, as for some services."""
+    return file is None or file.closed or file.isatty()
+
+
+def _read_prompt() -> str:
+    """Standard input, without the final newline, which `echo` and editors add."""
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"expected UTF-8 on standard input, got byte {error.object[error.start]:#x}") from error
 
 
 def _check_combination(n: int, num_beams: int | None, options: GenerationOptions) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError, WhimbrelError
@@ -51,6 +52,14 @@ WITH_OVERRIDES = {"train", "finetune", "memory"}
 """Commands that accept settings as `--section.name=value` or `--section.name value`."""
 
 
+class _Group(TyperGroup):
+    """Lists commands in the order of COMMANDS."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return [name for name in COMMANDS if name in names]
+
+
 class CommandWithOverrides(TyperCommand):
     """Moves overrides of settings from the arguments to `context.args`, each as `--section.name=value`.
 
@@ -74,7 +83,7 @@ class CommandWithOverrides(TyperCommand):
         except typer.TyperException:
             _check_overrides(overrides, options)  # for example --train.compile CONFIG, which takes CONFIG for its value
             raise
-        if any("=" not in override for override in overrides):
+        if any("=" not in override for override in overrides) and not ctx.resilient_parsing:  # True for completion
             _check_overrides(overrides, options)
         ctx.args = overrides
         return rest
@@ -101,11 +110,13 @@ def _check_overrides(overrides: list[str], options: set[str]) -> None:
 def build_app(command: str | None = None) -> typer.Typer:
     """The command line with one command, or with all if `command` is None or unknown."""
     app = typer.Typer(
+        cls=_Group,
         no_args_is_help=True,
-        add_completion=False,
+        rich_markup_mode=None,  # its tables cut off option names in narrow terminals
         context_settings={
             "token_normalize_func": lambda name: name.replace("_", "-"),
             "help_option_names": ["-h", "--help"],
+            "max_content_width": 120,
         },
     )
     app.callback()(_options)
@@ -118,7 +129,7 @@ def build_app(command: str | None = None) -> typer.Typer:
             # Typer keeps the line breaks of a docstring; without them, paragraphs wrap to the width of the terminal.
             paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(function.__doc__).split("\n\n")]
             kind = CommandWithOverrides if name in WITH_OVERRIDES else TyperCommand
-            app.command(name, cls=kind, help="\n\n".join(paragraphs))(function)
+            app.command(name, cls=kind, help="\n\n".join(paragraphs), short_help=paragraphs[0])(function)
     return app
 
 
@@ -157,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if trace:
             raise
-        code = _report(error)
+        code = _report(error, args)
     _exit(code if isinstance(code, int) else 0)
 
 
@@ -168,7 +179,7 @@ def _check_processes(args: Sequence[str]) -> None:
         raise ConfigError(f"whimbrel {args[0]} runs in one process, got WORLD_SIZE={size}: start it without torchrun")
 
 
-def _report(error: Exception) -> int:
+def _report(error: Exception, args: Sequence[str]) -> int:
     """Print an error in one line and return the exit code; of several processes, only the first that failed prints."""
     is_first, prefix, code = True, "", None
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -178,7 +189,7 @@ def _report(error: Exception) -> int:
         is_first, code = failure.report_failure(error)
         error = failure.explain(error)
     if isinstance(error, WhimbrelError | OSError | typer.TyperException):
-        line, own_code = _error_line(error), 2
+        line, own_code = _error_line(error, args), 2
     else:
         message = escape_controls(" ".join(str(error).split()))
         line = f"whimbrel: unexpected {type(error).__name__}: {message} (--trace prints the traceback)"
@@ -215,7 +226,51 @@ def _is_utf8(argument: str) -> bool:
     return True
 
 
-def _error_line(error: Exception) -> str:
-    text = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-    command = getattr(getattr(error, "ctx", None), "command_path", "whimbrel")
+def _error_line(error: Exception, args: Sequence[str]) -> str:
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "command_path", "whimbrel")
+    if not isinstance(error, typer.TyperException):
+        text = str(error)
+    elif hasattr(error, "possibilities"):
+        text = _unknown_option(error, args)
+    else:
+        text = _usage_error(error.format_message().removesuffix("."), context)
     return f"{command}: {escape_controls(' '.join(text.split()))}"
+
+
+def _usage_error(text: str, context: Any) -> str:
+    """The message of an error found by the argument parser, with what to do."""
+    text = re.sub(r"Input should be (a valid \w+).*", r"expected \1", text.replace("Value error, ", ""))
+    if (extra := re.search(r"unexpected extra argument.*\((\S+=\S*)\)", text)) is not None:
+        return f"{text}: write --{extra[1]}"
+    if "Invalid value" in text or text.endswith("?") or context is None:
+        return text
+    if "unexpected extra argument" in text and context.command.name == "generate":
+        return f"{text}: quote a prompt of several words"
+    return f"{text}; see {context.command_path} --help"
+
+
+def _unknown_option(error: Any, args: Sequence[str]) -> str:
+    """The message for an unknown option, with similar ones; for one letter, the options that start with it."""
+    from whimbrel.config import list_settings, suggest
+
+    name = error.option_name
+    if not name.startswith("--"):  # of -steps, the parser reports only -s
+        name = next((arg.partition("=")[0] for arg in args if arg.startswith(name)), name)
+    command, typed = error.ctx.command, name.lstrip("-").replace("_", "-")
+    known = {option for parameter in command.get_params(error.ctx) for option in parameter.opts}
+    similar = sorted(option for option in known if len(typed) == 1 and option.startswith(f"--{typed}"))
+    if isinstance(command, CommandWithOverrides) and not similar:
+        from whimbrel.train.config import RunConfig
+
+        settings = [f"--{setting.name}" for setting in list_settings(RunConfig) if "[]" not in setting.name]
+        similar = [setting for setting in settings if re.split("[-.]", setting)[-1] == typed.replace("-", "_")]
+        known.update(settings)
+    if not similar and len(typed) > 1:
+        similar = [close for close in [suggest(f"--{typed}", known)] if close is not None]
+    hint = f": did you mean {_either(similar)}?" if similar else f"; see {error.ctx.command_path} --help"
+    return f"unknown option {name}{hint}"
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

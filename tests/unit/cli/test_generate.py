@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_special_tokens_in_the_prompt_are_parsed_by_default(model, directory, ca
 def test_equal_seeds_generate_equal_text(directory, capsys):
     outputs = []
     for seed in (3, 3, 4):
-        generate(directory, max_new_tokens=10, seed=seed, top_k=40, top_p=0.9, device="cpu")
+        generate(directory, "", max_new_tokens=10, seed=seed, top_k=40, top_p=0.9, device="cpu")
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
 
@@ -89,7 +90,8 @@ def test_missing_model_or_tokenizer_is_rejected(model, workdir, path, error, mes
 def test_tokenizer_larger_than_the_vocabulary_is_rejected_before_loading_weights(directory, tmp_path):
     file = tmp_path / "model.bin"
     np.array([16, 32, 1, 2, 2, 257, 32], dtype="<i4").tofile(file)  # a llama2.c header without weights
-    for command, source in ((generate, directory), (chat, directory), (generate, file)):
+    continue_prompt = partial(generate, text="a")
+    for command, source in ((continue_prompt, directory), (chat, directory), (continue_prompt, file)):
         with pytest.raises(ConfigError, match="at most 257 tokens .* got 50257"):
             command(source, tokenizer=Path("gpt2"), device="cpu")
 

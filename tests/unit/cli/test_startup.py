@@ -76,10 +76,13 @@ def test_only_the_command_that_is_run_is_imported() -> None:
 
 
 def test_help_paragraphs_wrap_to_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit):
         main(["verify", "--help"])
-    assert "Errors are printed to standard error, and the exit code is 2. A directory left" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert (
+        "Prints one line per shard or checkpoint. Errors are printed to standard error, and the exit code is 2" in out
+    )
 
 
 def test_an_unknown_command_is_an_error_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

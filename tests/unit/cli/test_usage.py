@@ -1,0 +1,114 @@
+"""Usage errors and help: suggestions for unknown options, completion, prompts on standard input, narrow terminals."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.byte_tokenizer import byte_tokenizer
+
+from whimbrel.cli.main import COMMANDS, main
+from whimbrel.model_io import save_model
+from whimbrel.models import GPT, GPTConfig
+
+
+@pytest.fixture
+def whimbrel(capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("generate", "model", "-t", "3"), "did you mean --temperature, --tokenizer, --top-k or --top-p?"),
+        (("generate", "model", "--temprature", "3"), "did you mean --temperature?"),
+        (("generate", "model", "--max_new_token", "3"), "did you mean --max-new-tokens?"),
+        (("generate", "model", "one", "two"), "quote a prompt"),
+        (("train", "run.toml", "-steps", "5"), "unknown option -steps: did you mean --train.steps?"),
+        (("train", "run.toml", "-lr=3"), "did you mean --optim.lr?"),
+        (("train", "run.toml", "optim.lr=3"), "write --optim.lr=3"),
+        (("train", "run.toml", "-Q"), "unknown option -Q; see whimbrel train --help"),
+        (("train",), "Missing argument 'config'; see whimbrel train --help"),
+        (("prepare", "a.txt", "--shard-size", "x"), "'--shard-size': expected a valid integer"),
+        (("--versoin",), "did you mean --version?"),
+        (("tokenizer", "trian"), "Did you mean 'train'?"),
+    ],
+)
+def test_usage_errors_say_what_to_do(whimbrel, workdir: Path, arguments: tuple[str, ...], expected: str) -> None:
+    code, out, err = whimbrel(*arguments)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert expected in err
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_help_never_cuts_off_a_name(whimbrel, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = whimbrel("--help")
+    listed = [line.split()[0] for line in out.partition("Commands:")[2].splitlines() if line[:3].strip()]
+    assert (code, listed) == (0, list(COMMANDS))
+    assert "..." not in out.partition("Commands:")[2]
+    for command, option in (("generate", "--repetition-penalty"), ("eval", "--max-new-tokens")):
+        _, out, _ = whimbrel(command, "--help")
+        assert option in out
+        assert "…" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("whimbrel gen", "generate"), ("whimbrel generate --temp", "--temperature"),
+     ("whimbrel train run.toml --train.steps=3 --pl", "--plain")],
+)  # fmt: skip
+def test_shell_completion(words: str, expected: str) -> None:
+    environment = os.environ | {
+        "_WHIMBREL_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    code = "from whimbrel.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [expected]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "model"
+    config = GPTConfig(context_length=32, vocab_size=257, num_layers=1, embd_size=16, num_heads=2)
+    save_model(GPT(config), folder, byte_tokenizer())
+    return str(folder)
+
+
+@pytest.mark.parametrize("prompt", [(), ("-",)])
+def test_prompt_is_read_from_standard_input(
+    whimbrel, model: str, monkeypatch: pytest.MonkeyPatch, prompt: tuple[str, ...]
+) -> None:
+    options = ("--max-new-tokens", "4", "--temperature", "0", "--device", "cpu")
+    _, expected, _ = whimbrel("generate", model, "Once upon", *options)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon\n"))
+    assert whimbrel("generate", model, *prompt, *options) == (0, expected, "")
+
+
+def test_standard_input_is_not_read_if_there_is_a_prompt(whimbrel, model: str, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("ignored"))
+    code, out, _ = whimbrel("generate", model, "Once", "--max-new-tokens", "1", "--device", "cpu")
+    assert (code, out[:4]) == (0, "Once")
+    assert sys.stdin.read() == "ignored"
+
+
+def test_standard_input_that_is_not_utf8_is_an_error(whimbrel, model: str, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    code, _, err = whimbrel("generate", model)
+    assert code == 2
+    assert "expected UTF-8 on standard input" in err
