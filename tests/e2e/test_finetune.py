@@ -106,8 +106,9 @@ def test_memory_of_several_ranks_is_predicted(workdir: Path, capsys: pytest.Capt
     save_base_model(Path("base"))
     write_chats(Path("chats.jsonl"), reversal_task()[0], repeat=4)
     command = ("finetune", "base", "chats.jsonl", "--out-dir", "run", "--dry-run", "--train.device=cpu", "--nproc", "2")
-    assert whimbrel(*command, "--parallel.strategy=fsdp") == 0
+    assert whimbrel(*command, "--parallel.strategy=fsdp", "--train.micro_batch=32") == 0
     assert "at the peak of a rank" in capsys.readouterr().out
+    assert load_run_config(Path("run/config.toml")).tokens_per_step == 32 * 2 * 64
 
 
 def test_skipped_rows_and_long_samples_are_reported(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,9 +175,10 @@ def _with_batch_size(config: RunConfig, samples: PreparedSamples, ranks: int) ->
         return config
     rows, _ = rows_of(samples.train, config, samples.tokenizer.eot_id)
     default = config.tokens_per_step // config.sequence_length
-    per_rank = max(1, min(default, len(rows) // MIN_STEPS_PER_EPOCH) // ranks)
-    power_of_two = 1 << (per_rank.bit_length() - 1)  # so that there are many choices of a micro-batch
-    tokens = power_of_two * ranks * config.sequence_length
+    micro_batch = (train.micro_batch or 1) * ranks
+    count = max(1, min(default, len(rows) // MIN_STEPS_PER_EPOCH) // micro_batch)
+    power_of_two = 1 << (count.bit_length() - 1)  # so that there are many choices of a micro-batch
+    tokens = power_of_two * micro_batch * config.sequence_length
     return replace(config, train=replace(train, tokens_per_step=tokens))
 
 

@@ -597,9 +597,14 @@ class AdapterState(ModuleState):
                     f"{settings.get(name)!r}: use the same adapter settings, or choose another output_dir"
                 )
         if base["fingerprint"] != self._identify_base()["fingerprint"]:
+            file = folder / "adapter_config.json"  # PEFT models with several adapters do not have it
+            name = (
+                json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") if file.exists() else None
+            )
+            named = "" if name is None else f" ({name})"
             raise CheckpointError(
-                f"{folder} was trained on a base model with different weights: load the same base model, in the "
-                "same dtype, or choose another output_dir"
+                f"{folder} was trained on a base model with different weights: load the same base model{named}, in "
+                "the same dtype, or choose another output_dir"
             )
         self._load_weights(folder)
 
