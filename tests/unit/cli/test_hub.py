@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +96,16 @@ def test_failed_downloads_are_one_line(hub, capsys):
         error = capsys.readouterr().err
         assert "curlew/nope does not exist locally, and cannot be downloaded" in error
         assert len(error.strip().splitlines()) == 1
+
+
+def test_environment_variables_select_the_hub(hub, workdir):
+    """In another process, with the settings that users have."""
+    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(workdir / "home"), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-m", "whimbrel", "export", "curlew/base", "out"]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (workdir / "home" / "hub" / "models--curlew--base").is_dir()
+    assert (workdir / "out" / "model.safetensors").is_file()
 
 
 def test_the_documentation(hub, token, workdir):
