@@ -71,10 +71,10 @@ def peft_model(model: transformers.PreTrainedModel, case: str, indices: object) 
     return randomize(peft.get_peft_model(model, peft.LoraConfig(trainable_token_indices=indices, **settings)))
 
 
-def our_model(base: Path, **settings: object) -> GPT:
+def our_model(base: Path) -> GPT:
     model = resize_vocabulary(whimbrel.load_model(base), vocab_size(base) + ADDED)
     tokens = dict.fromkeys(token_modules(model.config), new_ids(base))
-    apply_lora(model, LoraConfig(rank=4, **settings), tokens=tokens)
+    apply_lora(model, LoraConfig(rank=4, alpha=6), tokens=tokens)
     return randomize(model)
 
 

@@ -16,8 +16,8 @@ from whimbrel.inference import LLM, SamplingParams
 from whimbrel.inference.adapters import MultiLoraLinear
 from whimbrel.inference.sequence import Request
 from whimbrel.model_io import load_adapter, save_adapter
-from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora
-from whimbrel.models.lora import lora_parameters
+from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora, resize_vocabulary
+from whimbrel.models.lora import lora_parameters, token_modules
 from whimbrel.tokenization import ChatTemplate
 
 LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}
@@ -166,6 +166,16 @@ def test_samples_beams_and_streams_use_the_adapter(base, adapters):
     assert list(llm.stream_tokens(PROMPTS[0], GREEDY, adapter="all", **options)) == list(
         merged.stream_tokens(PROMPTS[0], GREEDY, **options)
     )
+
+
+@pytest.mark.parametrize("token", [3, 260], ids=["token of the base", "new token"])
+def test_an_adapter_with_trained_tokens_is_served_alone(base, adapters, tmp_path, token):
+    model = resize_vocabulary(whimbrel.load_model(base), 261)
+    apply_lora(model, LoraConfig(rank=2), tokens=dict.fromkeys(token_modules(model.config), (token,)))
+    save_adapter(model, tmp_path / "tokens")
+    with pytest.raises(ConfigError, match="adapter tokens has its own embeddings .*: serve it alone, or merge it"):
+        LLM(base, device="cpu", adapters=adapters | {"tokens": tmp_path / "tokens"})
+    assert LLM(tmp_path / "tokens", device="cpu").generate([[5, token]], GREEDY, max_new_tokens=2)
 
 
 def test_chat_uses_template_and_stop_tokens_of_the_adapter(base, adapters, tmp_path):
