@@ -147,17 +147,9 @@ def test_wrong_options_are_one_line(
     assert len(error.splitlines()) == 1
 
 
-def test_a_model_that_does_not_exist_is_one_line(
-    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    def offline(*_: object, **__: object) -> None:
-        raise OSError("no connection")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+def test_a_model_that_does_not_exist_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_chats(Path("chats.jsonl"), reversal_task()[0][:30])
-    for name, message in (("nowhere", "no model at nowhere"), ("owner/model", "no connection")):
+    for name, message in (("nowhere", "no run or model at nowhere"), ("owner/model", "HF_HUB_OFFLINE is set")):
         assert whimbrel("finetune", name, "chats.jsonl", "--out-dir", "run") == 2
         error = capsys.readouterr().err
         assert message in error
