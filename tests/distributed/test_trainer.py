@@ -230,20 +230,26 @@ def test_unsupported_settings_are_rejected_at_startup(
             raise ConfigError(error)
 
 
+LORA_NEW_TOKENS = {"lora": {"rank": 4}, "data": {"template": "gemma"}}
+"""Two special tokens, for which the embedding is resized, unless it has rows that the tokenizer does not use."""
+
+
 @pytest.mark.parametrize(("ranks", "parallel"), [DDP, FSDP], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "lora",
-    [{"lora": {"rank": 4}}, {"lora": {"rank": 4}, "data": {"template": "gemma"}}, {}],
-    ids=["lora", "lora-new-tokens", "full"],
+    [{"lora": {"rank": 4}}, LORA_NEW_TOKENS, LORA_NEW_TOKENS | {"vocab_size": 320}, {}],
+    ids=["lora", "lora-new-tokens", "lora-unused-tokens", "full"],
 )
 def test_fine_tuning_on_samples_is_that_of_one_process(
     pool: Pool, tmp_path: Path, lora: dict[str, Any], ranks: int, parallel: dict[str, Any]
 ) -> None:
-    base = save_base_model(tmp_path / "base")
+    sizes = {"vocab_size": lora["vocab_size"]} if "vocab_size" in lora else {}
+    base = save_base_model(tmp_path / "base", **sizes)
     chats = write_chats(tmp_path / "chats.jsonl", reversal_task()[0][:60])
     train = {"steps": 6, "micro_batch": 4, "tokens_per_step": 512}
     sections = {"validation": {"every": 3}, "train": train, **lora}
     sections["data"] = {"val": 0.2} | sections.get("data", {})
+    sections.pop("vocab_size", None)
     one, several = (
         to_table(run_config(base, chats, tmp_path / name, **sections)) for name in ("one", "several")
     )  # fmt: skip

@@ -39,7 +39,7 @@ class _TrainableTokens(nn.Module):
     @torch.no_grad()
     def reset_rows(self) -> None:
         """Copy the rows from the weight. Collective if parameters are sharded."""
-        self.token_indices.copy_(torch.tensor(self.tokens))
+        self.token_indices = torch.tensor(self.tokens, device=self.weight.device)  # a meta model has no values
         rows = F.embedding(self.token_indices, full_tensor(self.weight.detach()))  # also of a quantized weight
         copy_full_(self.trainable_tokens.detach(), rows)
 
@@ -63,7 +63,7 @@ class TrainableTokensEmbedding(_TrainableTokens, nn.Embedding):
         x = nn.Embedding.forward(self, input_ids)
         if not self.enabled:
             return x
-        matches = input_ids[..., None] == self.token_indices
+        matches = input_ids[..., None] == self.token_indices.to(input_ids.device)
         rows = F.embedding(matches.int().argmax(-1), self.trainable_tokens.to(x.dtype))
         return torch.where(matches.any(-1, keepdim=True), rows, x)
 
@@ -93,7 +93,8 @@ class TrainableTokensLinear(_TrainableTokens, nn.Linear):
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """Token ids and their trained rows; None while they are disabled."""
         owner: _TrainableTokens = self._tied[0] if self._tied else self
-        return (owner.token_indices, owner.trainable_tokens) if owner.enabled else None
+        rows = owner.trainable_tokens
+        return (owner.token_indices.to(rows.device), rows) if owner.enabled else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
