@@ -37,7 +37,7 @@ FinalRecipe = Annotated[
 ]
 HeldOutData = Annotated[
     str | None,
-    typer.Option(help="Held-out token shards or text for the loss. (default: the validation data of the run)"),
+    typer.Option(help="Held-out token shards, text or chats for the loss. (default: the validation data of the run)"),
 ]
 IgnoreRecipe = Annotated[
     bool,
@@ -159,7 +159,7 @@ def _finalize(
         chat_template=chat_template,
         generation=generation,
         settings=_card_settings(settings),
-        evaluate=_held_out_evaluation(source, base, settings, data, tokens),
+        evaluate=_held_out_evaluation(source, base, run, settings, data, tokens),
     )
     _print_result(name or str(out), result)
 
@@ -229,17 +229,24 @@ def _card_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held_out_evaluation(
-    model: Path, base: Path | None, settings: dict[str, Any], data: str | None, max_tokens: int
+    model: Path, base: Path | None, directory: Path | None, settings: dict[str, Any], data: str | None, max_tokens: int
 ) -> Callable[[GPT], HeldOutResult] | None:
-    """Evaluation on `data` or on the run's validation data; None if there is neither."""
+    """Evaluation on `data` or on the validation data of the run in `directory`; None if there is neither."""
     from whimbrel.data.shards import has_split
     from whimbrel.evaluate import held_out_evaluation
     from whimbrel.train.config import build_run_config
+    from whimbrel.train.samples import SAMPLES
 
     if data is not None:
         return held_out_evaluation(model, data, base=base, max_tokens=max_tokens)
+    if directory is not None and (directory / SAMPLES).is_dir():  # a fine-tuning run
+        samples = directory / SAMPLES / "val"
+        if samples.is_dir():
+            return held_out_evaluation(model, str(samples), base=base, max_tokens=max_tokens)
+        print("held-out loss not measured (the run has no validation samples): pass chats or text with --data")
+        return None
     run = build_run_config(settings) if "data" in settings else None
-    path = None if run is None or run.data.sources is not None else run.validation.path or run.data.shards
+    path = None if run is None else run.validation.path or run.data.shards
     if run is None or path is None or not has_split(path, "val"):
         where = "" if path is None else f" ({path} of the run has no validation shards)"
         print(f"held-out loss not measured{where}: pass text or token shards with --data")

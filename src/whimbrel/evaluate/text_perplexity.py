@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte of documents, and the loss over sequences of equal length, as in training."""
+"""Perplexity and bits per byte of documents, and the loss over sequences of equal length or samples, as in training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.progress import NoProgress, Progress
 from whimbrel.data import document_ids, read_manifest
+from whimbrel.data.conversations import ConversationReader, detect_format
+from whimbrel.data.packing import SAMPLES_FILE, PackedRows, TokenizedSamples, tokenize_samples
 from whimbrel.data.shards import TokenStream, open_stream
-from whimbrel.data.sources import iter_documents
+from whimbrel.data.sources import iter_documents, resolve_source
 from whimbrel.evaluate.scoring import Pair, Scorer
 from whimbrel.model_io import HeldOutResult, load_tokenizer, locate_model
 from whimbrel.model_io.load import read_config
+from whimbrel.model_io.locate import ModelLocation
 from whimbrel.models import GPT
 from whimbrel.models.held_out_loss import HeldOutLoss, held_out_loss
 from whimbrel.tokenization import Tokenizer
@@ -183,15 +186,21 @@ def held_out_evaluation(
     sequence_length: int | None = None,
     mask_documents: bool = False,
 ) -> Callable[[GPT], HeldOutResult]:
-    """A function that computes the mean loss of a model on `data`, validation shards or text (as in `prepare`).
+    """A function that computes the mean loss of a model on `data`.
 
-    The loss is that of validation in training: the tokens are split into sequences of `sequence_length` (default: the
-    context length, at most 1024), and `mask_documents` restricts attention to each document. `model` is the path
-    of the model, which is read for its config and tokenizer; `base` that of its base model, for an adapter.
+    `data` is validation shards, text (as in `prepare`), conversations or preference pairs (as in `finetune`), or a
+    directory of TokenizedSamples. The loss is that of validation in training: the tokens are split into sequences of
+    `sequence_length` (default: the context length, at most 1024), and `mask_documents` restricts attention to each
+    document. Of samples, only supervised tokens count, and of preference pairs only the chosen answers. `model` is the
+    path of the model, which is read for its config and tokenizer; `base` that of its base model, for an adapter.
     """
     location = locate_model(model, base)
     config, directory = read_config(location.root).config, location.tokenizer_directory
     tokenizer = None if directory is None else load_tokenizer(directory)
+    samples = _read_samples(data, tokenizer, location, config.context_length)
+    if samples is not None:
+        length = max(sequence_length or min(MAX_SEQUENCE_LENGTH, config.context_length), int(samples.lengths.max()))
+        return _samples_evaluation(samples, "/".join(Path(data).parts[-2:]), length, max_tokens)
     if is_shard_directory(data):
         held_out = _read_shards(Path(data), tokenizer, config.vocab_size, max_tokens)
     else:
@@ -213,6 +222,49 @@ def held_out_evaluation(
     def evaluate(model: GPT) -> HeldOutResult:
         result = held_out_loss(model, batches(model.token_embedding.weight.device))
         return HeldOutResult(result.loss, result.num_tokens, length, held_out.name)
+
+    return evaluate
+
+
+def _read_samples(
+    data: str, tokenizer: Tokenizer | None, location: ModelLocation, context_length: int
+) -> TokenizedSamples | None:
+    """The samples in `data`, without the rejected answers of preference pairs; None if it is text or shards."""
+    if (Path(data) / SAMPLES_FILE).is_file():
+        samples = TokenizedSamples.load(data)
+    elif tokenizer is None or is_shard_directory(data) or not _has_conversations(data):
+        return None
+    else:
+        template = location.chat_template()
+        samples = tokenize_samples(ConversationReader([data]), tokenizer, template, max_tokens=context_length)
+    if not samples.pair:
+        return samples
+    both = samples.select(np.arange(len(samples) // 2))
+    both.pair = False
+    return both.select(np.arange(0, len(both), 2))
+
+
+def _has_conversations(data: str) -> bool:
+    """Whether the first row has the fields of a fine-tuning format other than text."""
+    row = next((row.value for source in resolve_source(data)[:1] for row in source.rows()), None)
+    return isinstance(row, dict) and detect_format(row) not in (None, "text")
+
+
+def _samples_evaluation(
+    samples: TokenizedSamples, name: str, length: int, max_tokens: int
+) -> Callable[[GPT], HeldOutResult]:
+    """The evaluation of packed samples: the first sequences with at least `max_tokens` tokens in all."""
+    rows = PackedRows(samples, length, pad_id=0)
+    num_rows, step = min(len(rows), -(-max_tokens // length)), max(1, BATCH_TOKENS // length)
+
+    def batches(device: torch.device) -> Iterator[dict[str, Any]]:
+        for start in range(0, num_rows, step):
+            batch = [rows[index] for index in range(start, min(start + step, num_rows))]
+            yield {key: torch.from_numpy(np.stack([row[key] for row in batch])).to(device) for key in batch[0]}
+
+    def evaluate(model: GPT) -> HeldOutResult:
+        result = held_out_loss(model, batches(model.token_embedding.weight.device))
+        return HeldOutResult(result.loss, result.num_tokens, length, name)
 
     return evaluate
 

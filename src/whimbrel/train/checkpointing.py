@@ -50,7 +50,7 @@ from whimbrel.distributed.state import (
     load_full_,
 )
 from whimbrel.model_io import load_weights, save_model, weight_state_dict
-from whimbrel.model_io.adapter import adapter_config, base_values, load_adapter_weights, save_adapter
+from whimbrel.model_io.adapter import ADAPTER_CONFIG, adapter_config, base_values, load_adapter_weights, save_adapter
 from whimbrel.models import GPT
 from whimbrel.models.lora import find_lora_config, lora_parameters
 from whimbrel.precision import MixedPrecision, QuantizedWeight
@@ -738,7 +738,18 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
 
 
 def check_model(model: nn.Module, path: Path, manifest: Manifest) -> None:
-    """Raise if the checkpoint's model has the same shapes but a different config; loading detects other shapes."""
+    """Raise if only one of the models has adapters, or if both have the same shapes but different configs.
+
+    Loading detects other shapes.
+    """
+    saved_adapters = (path / "model" / ADAPTER_CONFIG).is_file()
+    if isinstance(model, GPT) and saved_adapters != (find_lora_config(model) is not None):
+        expected, remedy = ("adapters", "add") if saved_adapters else ("all weights", "remove")
+        raise CheckpointError(
+            f"{path} has {expected}, but this run trains {'all weights' if saved_adapters else 'adapters'}: {remedy} "
+            f"[lora] (with `whimbrel finetune`, {'omit' if saved_adapters else 'pass'} --full), or choose another "
+            "output_dir"
+        )
     saved, current = manifest.metadata.get("model"), model_identity(model)
     if not isinstance(saved, dict) or saved["shapes"] != current["shapes"]:
         return

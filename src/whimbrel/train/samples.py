@@ -29,6 +29,7 @@ from whimbrel.train.config import RunConfig
 from whimbrel.train.initial_model import has_checkpoint
 
 __all__ = [
+    "SAMPLES",
     "ChatTokenizer",
     "PreparedSamples",
     "added_tokens",

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.commands import whimbrel
+from tests.support.finetuning import reversal_task, run_config, save_base_model, write_chats, write_preferences
 from tests.support.runs import prepare_text
 from torch.nn import functional as F
 
 from whimbrel.checkpoint import checkpoint_path
 from whimbrel.data import read_shard
+from whimbrel.data.packing import TokenizedSamples
 from whimbrel.data.prepare import prepare
 from whimbrel.model_io import load_model, load_tokenizer, save_model, weight_state_dict
 from whimbrel.tokenization import train_tokenizer
@@ -113,6 +115,30 @@ def test_model_directory_is_evaluated_on_text(work, capsys):
     assert measured("two", "before")["tokens"] == 64
     assert run("finalize", "model", "three", "--data", work / "shards") == 0
     assert measured("three", "before")["loss"] == pytest.approx(validation(work)[6], rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_a_fine_tuned_run_is_evaluated_on_its_validation_samples_or_on_chats(tmp_path, capsys, objective):
+    base = save_base_model(tmp_path / "base")
+    write = write_chats if objective == "sft" else write_preferences
+    data = write(tmp_path / "chats.jsonl", reversal_task()[0][:40])
+    sections = {"data": {"path": str(data), "val": 0.2}, "lora": {"rank": 2}, "objective": {"name": objective}}
+    train(run_config(base, data, tmp_path / "run", **sections))
+    base.rename(tmp_path / "moved")
+    options = ("--merge", "--base", tmp_path / "moved", "--device", "cpu")
+    assert run("finalize", tmp_path / "run", tmp_path / "one", "--quantize", "int4", *options) == 0
+    assert "of samples/val" in capsys.readouterr().out
+    validations = [line for line in read_log(tmp_path / "run/log.jsonl") if line["kind"] == "validation"]
+    found = measured(tmp_path / "one", "before")["loss"]
+    if objective == "sft":
+        assert found == pytest.approx(validations[-1]["loss"], rel=1e-5)
+    assert measured(tmp_path / "one", "after")["loss"] != pytest.approx(found, rel=1e-5)
+    held_out = TokenizedSamples.load(tmp_path / "run/samples/val")
+    assert run("finalize", tmp_path / "run", tmp_path / "two", *options, "--data", data) == 0
+    answers = sum(len(answer) + 1 for _, answer in reversal_task()[0][:40])
+    assert measured(tmp_path / "two", "before")["tokens"] == answers
+    chosen = [held_out[i][1].sum() for i in range(0, len(held_out), 2 if held_out.pair else 1)]
+    assert measured(tmp_path / "one", "before")["tokens"] == sum(chosen)
 
 
 def test_generation_settings_and_chat_template(work, capsys):

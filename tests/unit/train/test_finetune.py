@@ -20,7 +20,7 @@ from tests.support.finetuning import (
     write_preferences,
 )
 
-from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.base.errors import CheckpointError, ConfigError, DataError
 from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.config import dump_toml, to_table
 from whimbrel.model_io import load_adapter, load_model, load_tokenizer, open_model
@@ -186,6 +186,21 @@ def test_a_run_resumes_from_another_directory_and_with_a_moved_base(
     (moved / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     with pytest.raises(DataError, match="the chat template is not what the run"):
         train(run_config(moved, chats, tmp_path / "run", train={"steps": 8}, **LORA))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        (LORA, {}, r"has adapters, but this run trains all weights: add \[lora\] .* omit --full"),
+        ({}, LORA, r"has all weights, but this run trains adapters: remove \[lora\] .* pass --full"),
+    ],
+)
+def test_a_run_does_not_resume_with_all_weights_instead_of_adapters_or_the_reverse(
+    base: Path, chats: Path, tmp_path: Path, first: dict[str, Any], then: dict[str, Any], message: str
+) -> None:
+    train(run_config(base, chats, tmp_path / "run", train={"steps": 1}, **first))
+    with pytest.raises(CheckpointError, match=message):
+        train(run_config(base, chats, tmp_path / "run", train={"steps": 2}, **then))
 
 
 def test_a_started_directory_without_checkpoint_gets_new_samples(base: Path, chats: Path, tmp_path: Path) -> None:
