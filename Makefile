@@ -36,7 +36,7 @@ $(VENV)/torch.stamp: constraints.txt
 	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) install --constraint constraints.txt --editable '.[plot]'
+	$(PIP) install --constraint constraints.txt --editable '.[plot,serve]'
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,15 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["ProgressBar", "configure_logging", "escape_controls", "parse_escapes", "print_table", "print_text"]
+__all__ = [
+    "ProgressBar",
+    "configure_logging",
+    "escape_controls",
+    "parse_escapes",
+    "print_table",
+    "print_text",
+    "warn_once",
+]
 
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -52,6 +60,23 @@ def configure_logging() -> None:
     if not logger.handlers:
         logger.addHandler(_StderrHandler())
         logger.setLevel(logging.INFO)
+
+
+@contextlib.contextmanager
+def warn_once(name: str) -> Iterator[None]:
+    """Within the block, show each message of the logger `name` once."""
+    seen: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return message not in seen and not seen.add(message)  # type: ignore[func-returns-value]
+
+    logger = logging.getLogger(name)
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def escape_controls(text: str) -> str:

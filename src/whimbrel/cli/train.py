@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whimbrel.cli.terminal import configure_logging, print_table
+from whimbrel.cli.terminal import configure_logging, print_table, warn_once
 
 if TYPE_CHECKING:
     from whimbrel.distributed import Layout
     from whimbrel.optim import ParameterRow
-    from whimbrel.train import RunConfig
+    from whimbrel.train import RunConfig, Trainer
     from whimbrel.train.memory import MemoryPrediction
 
 __all__ = ["memory", "processes_to_start", "run_training", "train"]
@@ -67,6 +67,8 @@ def train(
 
     Uses all visible GPUs (docs/distributed.md). On multiple nodes, run torchrun ... -m whimbrel train CONFIG on each.
     """
+    if sys.stderr.isatty():
+        typer.echo("Loading PyTorch", err=True)  # takes seconds, on a busy machine many
     from whimbrel.train import load_run_config
 
     del settings  # handled by its callback
@@ -95,9 +97,21 @@ def run_training(
         raise typer.Exit(_launch(processes, arguments, max_restarts, exit_143=exit_143))
     trainer = Trainer.from_config(config, callbacks=[ProgressCallback(plain=plain)])
     trainer.train()
+    _print_next_commands(trainer)
     _drop_unwritten_output()
     if trainer.received_signal is not None and exit_143:
         raise typer.Exit(143)
+
+
+def _print_next_commands(trainer: Trainer) -> None:
+    """After the last step of a language model: what to run next."""
+    from whimbrel.checkpoint import latest_checkpoint
+
+    run = trainer.config.output_dir
+    is_done = trainer.state.global_step >= trainer.state.max_steps and trainer.received_signal is None
+    if is_done and trainer.state.is_world_process_zero and latest_checkpoint(run) is not None:
+        with contextlib.suppress(OSError, ValueError):  # standard output is gone
+            print(f"Next: whimbrel generate {run} (or chat, serve, eval, export, plot)", flush=True)
 
 
 def processes_to_start(nproc: int | None, max_restarts: int, config: RunConfig) -> int | None:
@@ -174,10 +188,11 @@ def memory(
     layout = None
     if nproc is not None or loaded.parallel != ParallelConfig():
         loaded, layout = _resolve_mesh(loaded, nproc, device or "cuda", device_memory)
-    if layout is None or layout.world_size == 1:
-        predictions = predict_memory(loaded, device, names)
-    else:
-        predictions = predict_mesh_memory(loaded, layout, device or "cuda", names)
+    with warn_once("whimbrel.optim.build"):  # the warnings of one optimizer apply to most others too
+        if layout is None or layout.world_size == 1:
+            predictions = predict_memory(loaded, device, names)
+        else:
+            predictions = predict_mesh_memory(loaded, layout, device or "cuda", names)
     if as_json:
         from dataclasses import asdict
 

@@ -152,12 +152,14 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         requests = self._service.requests
-        _log.info("shutting down: waiting for %d requests; a second signal stops them", requests.active)
+        count = f"{requests.active} request{'s' * (requests.active != 1)}"
+        waiting = f": waiting for {count}; a second signal stops them" if requests.active else ""
+        _log.info("shutting down%s", waiting)
         try:
             async with asyncio.timeout(self._service.config.drain_seconds):
                 await requests.wait_idle()
         except TimeoutError:
-            _log.warning("%d requests did not finish in time", requests.active)
+            _log.warning("requests that did not finish in time: %d", requests.active)
         self._stop_now()
 
     def _stop_now(self) -> None:

@@ -696,6 +696,8 @@ def load_run_config(path: str | os.PathLike[str], overrides: Iterable[str] = ())
 def build_run_config(table: dict[str, Any]) -> RunConfig:
     """Build a RunConfig from a TOML table, resolving the model preset or path."""
     _check_paths(table)
+    if table.get("validation") == "none":  # the defaults of the section validate after the last step
+        table = table | {"validation": {"at_end": False}}
     model = table.get("model")
     if not isinstance(model, dict):
         return build(RunConfig, table)

@@ -58,7 +58,7 @@ REQUIRED_FIELDS = {
     "sample": ("after", "text"),
     "log": ("after",),
 }
-"""Required fields by the kind of a line. `after` is the number of completed steps; `step` counts from 0."""
+"""Required fields by the kind of a line. `after` is the number of completed steps."""
 
 READ_BLOCK_BYTES = 1 << 16
 

@@ -53,6 +53,13 @@ def table(text: str, head: str) -> list[list[str]]:
     return rows[: rows.index([""])] if [""] in rows else rows
 
 
+def test_each_warning_is_shown_once(
+    recipe: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run_memory(capsys, recipe, "--device", "cpu")
+    assert caplog.text.count("is the full rank of") == 1
+
+
 def test_optimizers_are_compared_starting_with_that_of_the_run(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = run_memory(capsys, recipe, "--device", "cuda")
     assert text.startswith("Device: cuda, 3 x 2 sequences of 64 tokens per step")

@@ -63,8 +63,11 @@ def test_plain_output_has_one_line_per_step(folder: Path, capsys: pytest.Capture
     ]
     steps = [line for line in lines if line.startswith("step:")]
     assert len(steps) == 6
-    for number, line in enumerate(steps):
-        assert re.fullmatch(rf"step:{number}/6 train_loss:\d+\.\d{{4}} train_time:\d+ms token/s:\d+\.\d\d", line)
+    for number, line in enumerate(steps, 1):
+        speed = r"train_time:\d+ms token/s:\d+\.\d\d"
+        state = r"lr:\d\.\d\de[-+]\d\d norm:\d+\.\d\d eta:0:\d\d:\d\d"
+        assert re.fullmatch(rf"step:{number}/6 train_loss:\d+\.\d{{4}} {speed} {state}", line)
+    assert lines[-1].startswith("Next: whimbrel generate run ")
     text = "\n".join(lines)
     assert re.search(r"^validation after step 3: loss \d\.\d{4}$", text, re.M)
     assert re.search(r"^sample after step 6:$", text, re.M)
@@ -106,6 +109,11 @@ def test_override_value_may_follow_a_space(folder: Path) -> None:
     assert whimbrel("train", *arguments) == 0
     steps = [line for line in read_log(folder / "run" / "log.jsonl") if line["kind"] == "step"]
     assert [(line["tokens"], line["lr"]) for line in steps] == [(128, 1e-3)] * 2
+
+
+def test_validation_can_be_turned_off(folder: Path) -> None:
+    assert whimbrel("train", "recipe.toml", "--train.steps=2", "--validation=none", "--sample=none") == 0
+    assert [line["kind"] for line in read_log(folder / "run" / "log.jsonl")] == ["step"] * 2
 
 
 def test_timed_saves_can_be_turned_off(folder: Path) -> None:

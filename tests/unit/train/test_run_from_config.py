@@ -174,7 +174,7 @@ def test_the_log_has_every_metric_of_every_step(make_run: MakeRun) -> None:
     seen = run(config)
     lines = read_log(config.output_dir / "log.jsonl")
     steps = [line for line in lines if line["kind"] == "step"]
-    assert [line["step"] for line in steps] == list(range(6))
+    assert [line["after"] for line in steps] == list(range(1, 7))
     assert [line["loss"].hex() for line in steps] == seen.losses
     assert steps[0]["lr"] == pytest.approx(0.5e-3)
     assert all(line["grad_norm"] > 0 for line in steps)

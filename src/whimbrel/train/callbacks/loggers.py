@@ -97,7 +97,7 @@ class JsonlLogger(LogWriter):
         """Write a step; flags that are false are left out."""
         metrics = {key: value for key, value in event["metrics"].items() if value is not False}
         completed = metrics.pop("step")
-        fields = {"step": completed - 1, "total": event["state"].max_steps}
+        fields = {"total": event["state"].max_steps}
         for key in ("loss", "lr", "grad_norm", "seconds", "tokens"):
             fields[key] = metrics.pop(key)
         self._write("step", completed, fields | metrics)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.control import Control
+from rich.progress import Progress
+from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,10 +33,15 @@ from whimbrel.train.run_directory import as_number
 
 __all__ = ["MemoryEstimate", "ProgressCallback", "RunSummary", "estimate_memory", "features"]
 
-MAX_NAMES = 4
+MAX_NAMES = 2
 """Maximum number of parameter names in a line."""
 REDRAW_SECONDS = 0.1
 """Minimum time between two updates of the progress bar."""
+MAX_SECONDS_LEFT = 10**9
+BAR_WIDTHS = (8, 24)
+"""Minimum and maximum width of the bar in columns; in narrow terminals it is omitted."""
+ETA_STEPS = 20
+"""Steps whose mean duration predicts the remaining time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +139,51 @@ def features(config: TrainerConfig) -> tuple[str, ...]:
     return tuple(name for name, on in enabled.items() if on)
 
 
+class _StepLine:
+    """A bar and fields in one line that fits the terminal: fields are dropped from the highest priority number on."""
+
+    def __init__(self, total: int, completed: int, text: str) -> None:
+        self.total, self.completed = total, completed
+        self.fields: list[tuple[int, str]] = [(0, text)]
+        """Priority and text, in the order of display."""
+        self.columns = 0
+        """Width of the line when it was last drawn."""
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        shown = sorted(self.fields)
+        while len(shown) > 1 and len("  ".join(text for _, text in shown)) > options.max_width:
+            shown.pop()
+        text = "  ".join(field[1] for field in self.fields if field in shown)
+        narrow, wide = BAR_WIDTHS
+        width = min(wide, options.max_width - len(text) - 1)
+        self.columns = min(len(text) + (width + 1) * (width >= narrow), options.max_width)
+        line = Text(text, no_wrap=True, overflow="crop")
+        if width < narrow:
+            yield line
+            return
+        grid = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+        grid.add_row(ProgressBar(total=self.total, completed=self.completed, width=width), line)
+        yield grid
+
+
+class _StepBar(Progress):
+    """Draws a `_StepLine` below everything that is printed."""
+
+    def __init__(self, console: Console, line: _StepLine) -> None:
+        self.line = line
+        # The thread of auto_refresh would redraw a wrapped line before `refresh` erases it.
+        super().__init__(console=console, auto_refresh=False)
+
+    def refresh(self) -> None:
+        """Redraw. If the terminal has become narrower and wraps the last line, erase all its rows."""
+        for _ in range(1, math.ceil(self.line.columns / max(self.console.width, 1))):
+            self.console.control(Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)))
+        super().refresh()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.line
+
+
 class ProgressCallback(TrainerCallback):
     """Prints a summary, the steps and the result of a run.
 
@@ -138,8 +196,9 @@ class ProgressCallback(TrainerCallback):
         self._plain = plain or not self._console.is_terminal
         self._enabled = True
         self._summary: RunSummary | None = None
-        self._bar: Progress | None = None
+        self._bar: _StepBar | None = None
         self._updated = 0.0
+        self._seconds: deque[float] = deque(maxlen=ETA_STEPS)
         self._warnings = WriteWarnings()
 
     def on_init_end(self, **event: Any) -> None:
@@ -152,9 +211,9 @@ class ProgressCallback(TrainerCallback):
         for line in _summary_lines(summary):
             self._print(line)
         if self._enabled and not self._plain and summary.first_step < summary.total_steps:
-            columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console)
-            self._bar.add_task("starting", total=summary.total_steps, completed=summary.first_step)
+            is_compiled = any(feature.startswith("compiled") for feature in summary.features)
+            text = "first step (compiling takes up to minutes)" if is_compiled else "first step"
+            self._bar = _StepBar(self._console, _StepLine(summary.total_steps, summary.first_step, text))
             with self._guarded():
                 self._bar.start()
 
@@ -163,13 +222,18 @@ class ProgressCallback(TrainerCallback):
         metrics, summary = event["metrics"], self._summary
         if summary is None:
             return
+        self._seconds.append(metrics["seconds"])
+        left = sum(self._seconds) / len(self._seconds) * (summary.total_steps - metrics["step"])
+        eta = str(timedelta(seconds=round(min(left, MAX_SECONDS_LEFT))))
         if self._bar is None:
-            self._print(_step_line(metrics, summary.total_steps))
+            self._print(_step_line(metrics, summary.total_steps, eta))
         elif metrics["step"] == summary.total_steps or time.monotonic() - self._updated > REDRAW_SECONDS:
             self._updated = time.monotonic()
-            text = f"{_bar_text(metrics, summary)}  {_gib(peak_memory(event['trainer'].device), 1)}"
+            memory = _gib(peak_memory(event["trainer"].device), 1)
+            self._bar.line.completed = metrics["step"]
+            self._bar.line.fields = [*_bar_fields(metrics, summary), (6, memory), (2, f"eta {eta}")]
             with self._guarded():
-                self._bar.update(self._bar.task_ids[0], completed=metrics["step"], description=text)
+                self._bar.refresh()
 
     def on_evaluate(self, **event: Any) -> None:
         metrics = []
@@ -270,8 +334,7 @@ def _optimizer_lines(rows: Iterable[ParameterRow]) -> Iterator[str]:
         yield f"Optimizer: {rule} (lr={lr:g}, weight_decay={decay:g}) for {tensors}{state}: {names}"
 
 
-def _step_line(metrics: dict[str, Any], total: int) -> str:
-    """Steps are counted from 0, as in log.jsonl."""
+def _step_line(metrics: dict[str, Any], total: int, eta: str) -> str:
     seconds, tokens = metrics["seconds"], metrics["tokens"]
     rate = f" token/s:{tokens / seconds:.2f}" if tokens and seconds else ""
     if "supervised_tokens" in metrics and seconds:
@@ -279,21 +342,27 @@ def _step_line(metrics: dict[str, Any], total: int) -> str:
     rewards = "".join(f" reward_{name}:{metrics[key]:.4f}" for key, name in REWARDS.items() if key in metrics)
     skipped = " skipped" if metrics.get("skipped") else ""
     loss = f"train_loss:{metrics['loss']:.4f}"
-    return f"step:{metrics['step'] - 1}/{total} {loss} train_time:{seconds * 1000:.0f}ms{rate}{rewards}{skipped}"
+    state = f" lr:{metrics['lr']:.2e} norm:{metrics['grad_norm']:.2f} eta:{eta}"
+    return f"step:{metrics['step']}/{total} {loss} train_time:{seconds * 1000:.0f}ms{rate}{state}{rewards}{skipped}"
 
 
-def _bar_text(metrics: dict[str, Any], summary: RunSummary) -> str:
-    fields = [f"step {metrics['step']}/{summary.total_steps}", f"loss {metrics['loss']:.4f}"]
-    fields += [f"lr {metrics['lr']:.2e}", f"norm {metrics['grad_norm']:.2f}"]
+def _bar_fields(metrics: dict[str, Any], summary: RunSummary) -> Iterator[tuple[int, str]]:
+    """Priority and text of each field, in the order of display."""
+    yield 0, f"step {metrics['step']}/{summary.total_steps}"
+    yield 1, f"loss {metrics['loss']:.4f}"
+    yield 4, f"lr {metrics['lr']:.2e}"
+    yield 5, f"norm {metrics['grad_norm']:.2f}"
     if metrics["tokens"] and metrics["seconds"]:
         rate = metrics["tokens"] / metrics["seconds"]
-        fields.append(f"{rate:,.0f} tok/s")
+        supervised = ""
         if "supervised_tokens" in metrics:
-            fields[-1] += f" ({metrics['supervised_tokens'] / metrics['seconds']:,.0f} supervised)"
+            supervised = f" ({metrics['supervised_tokens'] / metrics['seconds']:,.0f} supervised)"
+        yield 3, f"{rate:,.0f} tok/s{supervised}"
         if summary.peak_flops is not None and summary.flops_per_token is not None:
-            fields.append(f"MFU {rate * summary.flops_per_token / summary.peak_flops:.1%}")
-    fields += [f"{name} {metrics[key]:.3f}" for key, name in REWARDS.items() if key in metrics]
-    return "  ".join(fields)
+            yield 7, f"MFU {rate * summary.flops_per_token / summary.peak_flops:.1%}"
+    for key, name in REWARDS.items():
+        if key in metrics:
+            yield 8, f"{name} {metrics[key]:.3f}"
 
 
 def _total_lines(metrics: dict[str, Any]) -> Iterator[str]:

@@ -37,7 +37,7 @@ def test_steps_evaluations_samples_and_logs_are_written(make_run: Any, tmp_path:
     run.log({"norm/a": 0.25, "epoch": 0.5})
     run.end()
     assert read_log(tmp_path / "run" / "log.jsonl") == [
-        {"kind": "step", "after": 1, "step": 0, "total": 6, "loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "seconds": 0.5,
+        {"kind": "step", "after": 1, "total": 6, "loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "seconds": 0.5,
          "tokens": 256},
         {"kind": "validation", "after": 1, "loss": 1.5, "eval_accuracy": 0.0},
         {"kind": "sample", "after": 1, "text": "Ay, me!\n"},

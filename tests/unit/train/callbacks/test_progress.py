@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from whimbrel.train.callback import TrainerCallback
 from whimbrel.train.callbacks import EarlyStoppingCallback, ProgressCallback
-from whimbrel.train.callbacks.progress import MemoryEstimate
+from whimbrel.train.callbacks.progress import REDRAW_SECONDS, MemoryEstimate
 
 
 def without_terminal() -> tuple[ProgressCallback, io.StringIO]:
@@ -39,14 +40,14 @@ def test_lines_without_a_terminal(make_run: Any, tmp_path: Path) -> None:
         "Steps: 2 (512 tokens)",
         "Memory: 0.2 KiB weights + 0.2 KiB gradients + 0.4 KiB optimizer state (without activations)",
         "Features: bf16, compiled blocks",
-        "step:0/2 train_loss:2.2500 train_time:500ms token/s:512.00",
+        "step:1/2 train_loss:2.2500 train_time:500ms token/s:512.00 lr:1.00e-03 norm:0.50 eta:0:00:00",
         "validation after step 1: loss 1.5000  accuracy 0.2500",
         "sample after step 1:",
         "O [bold]Romeo[/]",
         ":smile:",
         "",
         f"checkpoint after step 1: {tmp_path}/run/checkpoints/step-00000001",
-        "step:1/2 train_loss:2.0000 train_time:500ms token/s:512.00",
+        "step:2/2 train_loss:2.0000 train_time:500ms token/s:512.00 lr:1.00e-03 norm:0.50 eta:0:00:00",
         "Total time: 1.00s (0.02 minutes)",
         "Total tokens processed: 512",
         "Average tokens/sec: 512.00",
@@ -83,8 +84,8 @@ def test_supervised_tokens_and_rewards_are_printed(make_run: Any, plain: bool) -
     run.end()
     text = without_colors(out.getvalue())
     if plain:
-        assert "step:0/2 train_loss:2.0000 train_time:500ms token/s:512.00 supervised_token/s:128.00\n" in text
-        assert "token/s:512.00 reward_margin:0.2500 reward_accuracy:0.8750\n" in text
+        assert "step:1/2 train_loss:2.0000 train_time:500ms token/s:512.00 supervised_token/s:128.00 lr:" in text
+        assert "eta:0:00:00 reward_margin:0.2500 reward_accuracy:0.8750\n" in text
     else:
         assert "512 tok/s  margin 0.250  accuracy 0.875" in text
 
@@ -110,7 +111,7 @@ def test_batches_without_tokens_are_counted_in_samples(make_run: Any) -> None:
     assert "Steps: 1\n" in text
     assert "49 parameters (40 frozen) on cpu" in text
     assert "1.00 GiB weights + 512.0 MiB gradients + optimizer state (unknown before the first step)" in text
-    assert "step:0/1 train_loss:2.0000 train_time:500ms\n" in text
+    assert "step:1/1 train_loss:2.0000 train_time:500ms lr:1.00e-03 norm:0.50 eta:0:00:00\n" in text
     assert "token" not in text.partition("Total batch size")[2]
 
 
@@ -182,8 +183,48 @@ def test_the_progress_bar_shows_metrics(make_run: Any) -> None:
     text = without_colors(out.getvalue())
     assert re.search(r"step 2/2  loss 1\.5000  lr 1\.00e-03  norm 0\.50  512 tok/s  MFU 51\.2%  \d+\.\d GiB", text)
     assert "validation after step 1: loss 1.0000" in text
-    assert "step:0/2" not in text
+    assert "step:1/2" not in text
     assert text.count("Total tokens processed: 512") == 1
+
+
+def test_eta_is_the_time_of_the_steps_left(make_run: Any) -> None:
+    callback, out = without_terminal()
+    run = make_run(callback, steps=100).begin()
+    run.step(loss=2.0, seconds=90.0)
+    assert "eta:2:28:30\n" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 40, 50, 60, 80, 120])
+def test_the_progress_bar_fits_the_terminal(make_run: Any, width: int) -> None:
+    out = io.StringIO()
+    callback = ProgressCallback(Console(file=out, force_terminal=True, width=width, legacy_windows=False))
+    run = make_run(callback, steps=60).begin()
+    run.step(loss=2.0)
+    run.fail()
+    (line,) = [part for part in re.split(r"[\r\n]", without_colors(out.getvalue())) if "step 1/60" in part][-1:]
+    assert len(line.rstrip()) <= width
+    assert "loss 2.0000" in line
+    assert ("eta 0:00:30" in line) == (width >= 40)
+    assert ("512 tok/s" in line) == (width >= 50)
+    assert ("norm" in line) == (width >= 80)
+    assert ("\u2501" in line) == (width >= 120)
+
+
+def test_a_wrapped_progress_bar_is_erased_after_a_resize(make_run: Any) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
+    run = make_run(ProgressCallback(console), steps=60).begin()
+    run.step(loss=2.0)
+    out.truncate(0)
+    console.width = 60  # the line of 61 to 120 columns takes two rows now
+    time.sleep(REDRAW_SECONDS)
+    run.step(loss=1.5)
+    assert out.getvalue().count("\x1b[2K\x1b[1A") == 1
+    out.truncate(0)
+    time.sleep(REDRAW_SECONDS)
+    run.step(loss=1.25)
+    assert "\x1b[1A" not in out.getvalue()
+    run.fail()
 
 
 def test_the_progress_bar_is_removed_if_a_run_fails(make_run: Any) -> None:
@@ -202,7 +243,7 @@ def test_plain_output_on_a_terminal(make_run: Any) -> None:
     run.step(loss=2.0)
     run.end()
     assert "\x1b" not in out.getvalue()
-    assert "step:0/1 train_loss:2.0000" in out.getvalue()
+    assert "step:1/1 train_loss:2.0000" in out.getvalue()
 
 
 def test_only_the_first_rank_prints(make_run: Any) -> None:
