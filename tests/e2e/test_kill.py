@@ -90,12 +90,12 @@ def write_recipe(shards: Path, changes: Table) -> None:
 
 
 def write_finetuning_recipe() -> None:
-    """Adapters with dropout on int8 weights; the data and the base model are in the current directory."""
+    """Adapters with dropout on int8 weights, and new special tokens; data and base are in the current directory."""
     save_base_model(Path("base"))
     write_chats(Path("chats.jsonl"), reversal_task()[0])
     table: Table = {
         "model": {"path": "base", "weights": "int8"},
-        "data": {"path": "chats.jsonl", "val": 0.1},
+        "data": {"path": "chats.jsonl", "val": 0.1, "template": "gemma"},
         "train": {"steps": 48, "micro_batch": 4, "accumulation": 3, "clip": 1.0, "device": "cpu", "seed": 11},
         "lora": {"rank": 4, "dropout": 0.1},
         "optim": {"lr": 1e-2},
