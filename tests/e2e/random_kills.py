@@ -36,7 +36,7 @@ from whimbrel.base.files import PARTIAL
 from whimbrel.checkpoint import list_checkpoints, verify_checkpoint
 from whimbrel.cli.main import main as command_line
 from whimbrel.train import load_run_config
-from whimbrel.train.control import Endpoint, run_status
+from whimbrel.train.control import Endpoint, query_status
 
 RECIPE, RUN, OUTPUT = Path("recipe.toml"), Path("run"), Path("output.txt")
 SCRIPT = sys.argv[3] if len(sys.argv) > 3 else None
@@ -244,8 +244,8 @@ class Report:
                 verify_checkpoint(path)
             except CheckpointError as error:
                 self.faults.append(f"kill {self.kills}: {error}")
-        if Endpoint.path(RUN).exists() and run_status(RUN) != "dead":
-            self.faults.append(f"kill {self.kills}: the run is listed as {run_status(RUN)}")
+        if Endpoint.path(RUN).exists() and query_status(RUN)[0] != "dead":
+            self.faults.append(f"kill {self.kills}: the run is listed as {query_status(RUN)[0]}")
         self.newest.append(newest)
         return newest
 

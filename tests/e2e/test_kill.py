@@ -27,7 +27,7 @@ SOAK = os.environ.get("WHIMBREL_SOAK") == "1"
 KILLS = 50 if SOAK else 4
 """Kills of each recipe: 450 in all with WHIMBREL_SOAK=1, else 20."""
 OUTPUT = Path("output.txt")
-TIMED = {"seconds", "peak_memory"}
+TIMED = {"seconds", "peak_memory", "resumed"}
 """Values that differ between equal runs."""
 
 Table = dict[str, dict[str, Any]]

@@ -34,7 +34,7 @@ COMMANDS = {
     "memory": "train:memory",
     "runs": "runs:runs",
     "control": "runs:control",
-    "plot": "runs:plot",
+    "plot": "plot:plot",
     "compare": "runs:compare",
     "eval": "eval:evaluate",
     "finalize": "export:finalize",

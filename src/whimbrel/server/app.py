@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from importlib import resources
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -38,6 +37,7 @@ from whimbrel.server.schema import (
     ModelList,
 )
 from whimbrel.server.served_model import Prompt, ServedModel
+from whimbrel.server.static_files import add_static_files
 from whimbrel.server.streaming import ChatFormat, CompletionFormat, PromptContext, ResponseBuilder, ResponseFormat
 from whimbrel.server.tool_calls import find_parser
 from whimbrel.server.worker import EngineProtocol, Worker
@@ -59,17 +59,14 @@ ENCODER_THREADS = 2
 """Number of threads that encode completion prompts, and of those that render and encode conversations."""
 
 STATIC_FILES = {
-    "/": ("chat.html", "text/html"),
-    "/docs": ("docs.html", "text/html"),
-    "/page/chat.css": ("chat.css", "text/css"),
-    "/page/chat.js": ("chat.js", "text/javascript"),
-    "/page/docs.js": ("docs.js", "text/javascript"),
-    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/": "chat.html",
+    "/docs": "docs.html",
+    "/page/chat.css": "chat.css",
+    "/page/chat.js": "chat.js",
+    "/page/docs.js": "docs.js",
+    "/page/icon.svg": "icon.svg",
+    "/page/theme.css": "theme.css",
 }
-CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is invalid or cannot be served."},
@@ -127,10 +124,7 @@ class Service:
         self.app.include_router(router)
         self.app.add_api_route("/health", self.health, responses=ERROR_RESPONSES)
         self.app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
-        for path, (name, media_type) in STATIC_FILES.items():
-            content = resources.files("whimbrel.server").joinpath("static", name).read_bytes()
-            handler = _static_file(content, media_type)
-            self.app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
+        add_static_files(self.app, STATIC_FILES)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -139,6 +133,10 @@ class Service:
         for pool in (self._prompt_threads, self._chat_threads):
             pool.shutdown(wait=False, cancel_futures=True)
         await self.worker.close()
+
+    def stop(self) -> None:
+        """Stop generating; running requests fail."""
+        self.worker.stop()
 
     async def health(self) -> Response:
         """Return 200 if the server can answer requests."""
@@ -301,20 +299,6 @@ def _limit_token_ids(schema: dict[str, Any], maximum: int) -> None:
         schema["maximum"] = maximum
     for inner in [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())]:
         _limit_token_ids(inner, maximum)
-
-
-def _static_file(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
-    headers = {
-        "Cache-Control": "no-cache",
-        "Content-Security-Policy": CONTENT_SECURITY_POLICY,
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
-
-    async def send_file() -> Response:
-        return Response(content, headers=headers, media_type=media_type)
-
-    return send_file
 
 
 async def _run_in_thread(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any) -> T:

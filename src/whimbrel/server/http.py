@@ -16,18 +16,19 @@ from collections.abc import Callable, Collection
 from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import h11
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.server.app import Service
 from whimbrel.server.config import ServeConfig
 from whimbrel.server.errors import ApiError
+from whimbrel.server.middleware import RequestTracker
 
-__all__ = ["Acceptor", "Connection", "Server", "bind_socket", "connection_limit", "server_url"]
+__all__ = ["Acceptor", "App", "Connection", "Server", "bind_socket", "connection_limit", "server_url"]
 
 BACKLOG = 2048
 SHUTDOWN_GRACE = 5
@@ -87,6 +88,17 @@ def server_url(sock: socket.socket) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
+class App(Protocol):
+    """What is served: the model, or the page of runs."""
+
+    app: FastAPI
+    config: ServeConfig
+    requests: RequestTracker
+
+    def stop(self) -> None:
+        """Stop the work of running requests."""
+
+
 class Server(uvicorn.Server):
     """`uvicorn` with a graceful shutdown.
 
@@ -94,7 +106,7 @@ class Server(uvicorn.Server):
     stops them. The process exits with status 0 either way.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: App) -> None:
         super().__init__(
             uvicorn.Config(
                 service.app,
@@ -163,7 +175,7 @@ class Server(uvicorn.Server):
         self._stop_now()
 
     def _stop_now(self) -> None:
-        self._service.worker.stop()
+        self._service.stop()
         self.should_exit = True
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -26,7 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whimbrel.server.config import ServeConfig, is_loopback
 from whimbrel.server.errors import ApiError
-from whimbrel.server.worker import Worker
+
+if TYPE_CHECKING:
+    from whimbrel.server.worker import Worker
 
 __all__ = [
     "AccessMiddleware",

@@ -38,7 +38,7 @@ __all__ = [
     "ControlServer",
     "Endpoint",
     "SignalHandler",
-    "run_status",
+    "query_status",
     "send_request",
 ]
 
@@ -53,6 +53,8 @@ ACTIONS = {
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that stop a run gracefully."""
+
+RunState = Literal["running", "dead", "other-host", "other-user", "ended"]
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +123,8 @@ def send_request(run: Path, action: str, timeout: float = 5.0) -> dict[str, Any]
     return reply
 
 
-def run_status(run: Path, timeout: float = 1.0) -> Literal["running", "dead", "other-host", "other-user", "ended"]:
-    """Whether a run is running.
+def query_status(run: Path, timeout: float = 1.0) -> tuple[RunState, dict[str, Any] | None]:
+    """Whether a run is running, and the status it reports if it is.
 
     dead: it was killed and left its endpoint behind; other-host: its endpoint is on another host; other-user: it
     belongs to another user, so it is either running or was killed.
@@ -130,16 +132,16 @@ def run_status(run: Path, timeout: float = 1.0) -> Literal["running", "dead", "o
     try:
         endpoint = Endpoint.read(run)
     except PermissionError:
-        return "other-user"
+        return "other-user", None
     if endpoint is None:
-        return "ended"
+        return "ended", None
     if endpoint.host != socket.gethostname():
-        return "other-host"
+        return "other-host", None
     try:
-        send_request(run, "status", timeout)
+        return "running", send_request(run, "status", timeout).get("status")
     except RequestError as error:
-        return "running" if isinstance(error.__cause__, TimeoutError) and is_alive(endpoint.pid) else "dead"
-    return "running"
+        busy = isinstance(error.__cause__, TimeoutError) and is_alive(endpoint.pid)
+        return "running" if busy else "dead", None
 
 
 class ControlServer:

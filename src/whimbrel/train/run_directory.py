@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,15 +36,15 @@ __all__ = [
     "check_directory",
     "clear_directory",
     "events_folder",
-    "last_step",
+    "last_line",
     "log_line",
     "log_path",
+    "parse_log",
     "read_log",
     "record_launch",
     "record_settings",
     "resume_after_restart",
     "to_json",
-    "tokens_after",
     "truncate_log",
 ]
 
@@ -213,9 +213,14 @@ def log_path(run: Path) -> Path:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Read all lines, except an incomplete last one (from a crash)."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return parse_log(path, path.read_bytes())
+
+
+def parse_log(path: Path, content: bytes, first: int = 1) -> list[dict[str, Any]]:
+    """The complete lines of `content`, read from `path` where line `first` starts; raises DataError."""
+    lines = content.decode(errors="replace").split("\n")
     records = []
-    for number, line in enumerate(lines[:-1], start=1):
+    for number, line in enumerate(lines[:-1], start=first):
         try:
             record = json.loads(line)
         except ValueError as error:
@@ -225,16 +230,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"expected a log line with '{missing}' in {path}:{number}")
         records.append(record)
     return records
-
-
-def tokens_after(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """Cumulative tokens by the number of completed steps, counted from the first line of the log."""
-    total, tokens = 0, {}
-    for line in lines:
-        if line["kind"] == "step":
-            total += line["tokens"]
-        tokens[int(line["after"])] = total
-    return tokens
 
 
 def truncate_log(path: Path, step: int) -> None:
@@ -271,15 +266,16 @@ def _after(line: bytes) -> int | None:
     return after if isinstance(after, int) else None
 
 
-def last_step(path: Path) -> dict[str, Any] | None:
-    """The last line of kind `step`, searched from the end of the file."""
+def last_line(path: Path, kind: str) -> dict[str, Any] | None:
+    """The last line of a kind, searched from the end of the file."""
+    prefix = f'{{"kind": "{kind}"'.encode()
     with path.open("rb") as file:
         end, block = file.seek(0, os.SEEK_END), READ_BLOCK_BYTES
         while True:
             start = file.seek(max(0, end - block))
             lines = file.read(end - start).split(b"\n")[1 if start else 0 : -1]
             for line in reversed(lines):
-                if line.startswith(b'{"kind": "step"'):
+                if line.startswith(prefix):
                     record: dict[str, Any] = json.loads(line)
                     return record
             if start == 0:

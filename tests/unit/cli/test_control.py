@@ -16,7 +16,7 @@ from tests.support.runs import prepare_text
 from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.cli.main import main
 from whimbrel.train.control import Endpoint
-from whimbrel.train.run_directory import last_step, read_log
+from whimbrel.train.run_directory import last_line, read_log
 
 OUTPUT = Path("output.txt")
 RECIPE = """
@@ -113,7 +113,7 @@ def test_stop_evaluates_and_saves_and_abort_does_neither(
     saved: bool,
 ) -> None:
     run, log = folder / "run", folder / "run" / "log.jsonl"
-    wait_until(job, lambda: Endpoint.read(run) is not None and last_step(log) is not None)
+    wait_until(job, lambda: Endpoint.read(run) is not None and last_line(log, "step") is not None)
     control(capsys, action)
     out = wait_for_exit(job)
     assert f"ControlCallback requested {'an' if action == 'abort' else 'a'} {action}" in out

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.commands import whimbrel
 
-from whimbrel.cli.runs import _plot_panel
-from whimbrel.train.run_directory import log_line, read_log
+from whimbrel.cli.plot import _draw
+from whimbrel.train.run_directory import log_line
+from whimbrel.train.run_log import RunLog
 
 
 def write_run(folder: Path, steps: int, tokens: int = 64) -> None:
@@ -38,14 +41,13 @@ def folder(workdir: Path) -> Path:
 def test_all_panels_of_all_runs_are_plotted(folder: Path) -> None:
     assert run("a", "b/log.jsonl", "--out", "curves.svg") == 0
     text = (folder / "curves.svg").read_text()
-    for label in ("loss", "learning rate", "gradient norm", "tokens/s", "a, train", "a, validation", "b, train"):
+    for label in ("loss", "learning rate", "gradient norm", "tokens/s", "train", "validation", "a · b"):
         assert f"<!-- {label} -->" in text
+    assert "<!-- a: train 0.5000, validation 2.0000 -->" in text
     assert text.count("<!-- step -->") == 4
 
 
 def test_rewards_of_preference_pairs_are_plotted_if_a_run_has_them(folder: Path) -> None:
-    from matplotlib.figure import Figure
-
     (folder / "dpo").mkdir()
     rewards = {"rewards/margins": 0.5, "rewards/accuracies": 0.75}
     lines = [log_line("step", step, {"loss": 0.6, "tokens": 64, "seconds": 0.5, **rewards}) for step in (1, 2)]
@@ -56,9 +58,7 @@ def test_rewards_of_preference_pairs_are_plotted_if_a_run_has_them(folder: Path)
     assert "<!-- reward margin -->" in text
     assert "<!-- reward accuracy -->" in text
     assert text.count("<!-- step -->") == 6
-    axes = Figure().add_subplot()
-    _plot_panel(axes, "margin", read_log(folder / "dpo" / "log.jsonl"), "dpo", tokens=False)
-    assert [list(line.get_ydata()) for line in axes.lines] == [[0.5, 0.5], [0.25]]
+    assert [list(line.get_ydata()) for line in drawn_lines([folder / "dpo"], "margin")] == [[0.5, 0.5], [0.25]]
 
 
 def test_panels_and_x_axis_can_be_chosen(folder: Path) -> None:
@@ -84,15 +84,51 @@ def fork(folder: Path) -> None:
 def test_resumed_run_is_plotted_at_its_own_steps(
     folder: Path, capsys: pytest.CaptureFixture[str], tokens: bool, trained: list[int], held_out: list[int]
 ) -> None:
-    from matplotlib.figure import Figure
-
     fork(folder / "fork")
-    axes = Figure().add_subplot()
-    _plot_panel(axes, "loss", read_log(folder / "fork" / "log.jsonl"), "fork", tokens=tokens)
-    assert [list(line.get_xdata()) for line in axes.get_lines()] == [trained, held_out]
+    lines = drawn_lines([folder / "fork"], tokens=tokens)
+    assert [list(line.get_xdata()) for line in lines] == [trained, held_out]
     assert run("fork", "--out", "fork.svg", *["--tokens"] * tokens) == 0
     noted = "fork/log.jsonl starts after step 4" in capsys.readouterr().out
     assert noted == tokens
+
+
+def drawn_lines(runs: list[Path], panel: str = "loss", *, tokens: bool = False, span: int = 1) -> list[Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    _draw(figure, [RunLog(run) for run in runs], [panel], tokens=tokens, span=span)
+    return list(figure.axes[0].get_lines())
+
+
+def test_validation_is_drawn_on_top_and_a_single_run_also_unsmoothed(folder: Path) -> None:
+    raw, smoothed, validation = drawn_lines([folder / "a"], span=3)
+    assert np.array(raw.get_ydata()) == pytest.approx([3, 1.5, np.nan, 0.75, 0.6, 0.5], nan_ok=True)
+    expected = [3, (3 + 1.5) / 2, np.nan, (0.75 + 0.6) / 2, (0.75 + 0.6 + 0.5) / 3, (0.6 + 0.5) / 2]
+    assert np.array(smoothed.get_ydata()) == pytest.approx(expected, nan_ok=True)
+    assert raw.get_alpha() < 0.5
+    assert validation.get_zorder() > max(raw.get_zorder(), smoothed.get_zorder())
+    assert len(drawn_lines([folder / "a", folder / "b"], span=3)) == 4
+    assert len(drawn_lines([folder / "a"], span=1)) == 2
+
+
+def test_runs_of_the_same_name_are_labelled_by_path(folder: Path) -> None:
+    (folder / "other").mkdir()
+    write_run(folder / "other" / "a", 3)
+    assert run("a", "other/a", "--out", "curves.svg") == 0
+    text = (folder / "curves.svg").read_text()
+    assert "<!-- other/a: train not finite, validation 2.0000 -->" in text
+
+
+def test_open_starts_the_viewer(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    opened: list[str] = []
+    monkeypatch.setattr("typer.launch", lambda path: opened.append(path) or 0)
+    assert run("a", "--open") == 0
+    assert opened == ["a/loss.png"]
+    assert run("a") == 0
+    assert len(opened) == 1
+    monkeypatch.setattr("typer.launch", lambda path: 1)
+    assert run("a", "--open") == 0
+    assert "no program to open a/loss.png" in capsys.readouterr().out
 
 
 def test_default_output_is_in_the_run_directory(folder: Path) -> None:
@@ -105,7 +141,7 @@ def test_default_output_is_in_the_run_directory(folder: Path) -> None:
     [
         (
             ["a", "--panels", "loss,weight"],
-            "unknown panel 'weight' in --panels (choose from: loss, lr, norm, speed, margin, accuracy)",
+            "unknown panel 'weight' in --panels (choose from: loss, lr, norm, speed, memory, margin, accuracy)",
         ),
         (["a", "--out", "a.gif"], "expected --out to end in .png or .svg, got a.gif"),
         (["c"], "expected a run directory or its log.jsonl, got c"),

@@ -21,6 +21,8 @@ def write_run(folder: Path, steps: int, total: int) -> None:
     lines = [
         log_line("step", n, {"step": n - 1, "total": total, "loss": 3 / n, "tokens": 1}) for n in range(1, steps + 1)
     ]
+    if steps == total:
+        lines.append(log_line("validation", steps, {"loss": 0.75}))
     (folder / "log.jsonl").write_text("".join(lines))
 
 
@@ -29,7 +31,7 @@ def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[
         main(["runs", *arguments])
     assert not ended.value.code
     lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["run", "state", "step", "loss", "checkpoint", "age"]
+    assert lines[0] == ["run", "state", "step", "loss", "validation", "checkpoint", "age"]
     return {line[0]: line[1:] for line in lines[1:]}
 
 
@@ -47,7 +49,7 @@ def test_every_state_of_a_run_is_listed(workdir: Path, capsys: pytest.CaptureFix
         found = rows(capsys)
     finally:
         server.close()
-    assert found["runs/done"] == ["finished", "6/6", "0.5000", "-", "2 h"]
+    assert found["runs/done"] == ["finished", "6/6", "0.5000", "0.7500", "-", "2 h"]
     states = {name: (row[0], row[1]) for name, row in found.items()}
     assert states == {
         "runs/done": ("finished", "6/6"),

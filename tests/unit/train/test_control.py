@@ -27,7 +27,7 @@ from whimbrel.train.control import (
     MAX_REQUEST_BYTES,
     ControlCallback,
     Endpoint,
-    run_status,
+    query_status,
     send_request,
 )
 
@@ -71,10 +71,10 @@ def test_the_endpoint_is_private_and_removed_with_the_run(tmp_path: Path) -> Non
     assert endpoint is not None
     assert endpoint.pid == os.getpid()
     assert len(endpoint.token) > 40
-    assert run_status(run.folder) == "running"
+    assert query_status(run.folder)[0] == "running"
     run.dispatch("on_train_end")
     assert list(run.folder.iterdir()) == []
-    assert run_status(run.folder) == "ended"
+    assert query_status(run.folder)[0] == "ended"
     with pytest.raises(RequestError, match="no such run directory"):
         send_request(tmp_path / "other", "status")
     with pytest.raises(RequestError, match="is not running: it has no endpoint.json"):
@@ -253,18 +253,18 @@ def test_a_killed_run_is_dead_and_can_be_restarted(tmp_path: Path) -> None:
     with job:
         assert job.stdout is not None
         assert job.stdout.readline() == "ready\n"
-        assert run_status(folder) == "running"
+        assert query_status(folder)[0] == "running"
         assert send_request(folder, "status")["status"]["pid"] == job.pid
         try:
             job.send_signal(signal.SIGSTOP)  # the process exists but is stopped and cannot answer
             os.waitpid(job.pid, os.WUNTRACED)  # signals are delivered asynchronously
-            assert run_status(folder, timeout=0.2) == "running"
+            assert query_status(folder, timeout=0.2)[0] == "running"
             with pytest.raises(RequestError, match=r"did not answer within 0\.2 s"):
                 send_request(folder, "stop", timeout=0.2)
         finally:
             job.kill()
     assert Endpoint.path(folder).exists()
-    assert run_status(folder) == "dead"
+    assert query_status(folder)[0] == "dead"
     with pytest.raises(RequestError, match="is not running: its endpoint"):
         send_request(folder, "stop")
     run = Run(folder)
@@ -280,7 +280,7 @@ def test_another_process_at_the_port_is_not_the_run(tmp_path: Path) -> None:
     assert endpoint is not None
     other = tmp_path / "other"
     replace(endpoint, token="another").write(other)
-    assert run_status(other) == "dead"
+    assert query_status(other)[0] == "dead"
     with pytest.raises(RequestError, match="rejected.*wrong token"):
         send_request(other, "stop")
     run.dispatch("on_train_end")
@@ -288,7 +288,7 @@ def test_another_process_at_the_port_is_not_the_run(tmp_path: Path) -> None:
 
 def test_a_run_on_another_host(tmp_path: Path) -> None:
     Endpoint(host="other.example", port=1, token="t", pid=1).write(tmp_path)
-    assert run_status(tmp_path) == "other-host"
+    assert query_status(tmp_path)[0] == "other-host"
     with pytest.raises(RequestError, match=r"running on other\.example"):
         send_request(tmp_path, "stop")
 

@@ -12,7 +12,7 @@ from whimbrel.model_io import load_model
 from whimbrel.train import RunConfig, TrainerCallback, train
 from whimbrel.train.run_directory import read_log
 
-TIMED = {"seconds", "peak_memory"}
+TIMED = {"seconds", "peak_memory", "resumed"}
 
 
 class StopAt(TrainerCallback):

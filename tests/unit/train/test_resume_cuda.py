@@ -31,7 +31,8 @@ class Stop(TrainerCallback):
 
 def without_timings(run: Path) -> list[dict[str, Any]]:
     lines = read_log(run / "log.jsonl")
-    return [{key: value for key, value in line.items() if key not in ("seconds", "peak_memory")} for line in lines]
+    timed = {"seconds", "peak_memory", "resumed"}
+    return [{key: value for key, value in line.items() if key not in timed} for line in lines]
 
 
 def tensors(node: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from whimbrel.distributed import World
 from whimbrel.train.config import TrainConfig, TrainerConfig
 from whimbrel.train.run_directory import (
     READ_BLOCK_BYTES,
-    last_step,
+    last_line,
     log_line,
     read_log,
     record_launch,
@@ -30,12 +30,12 @@ def step_line(step: int, loss: float) -> str:
 def test_last_step_reads_from_the_end(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text("")
-    assert last_step(log) is None
+    assert last_line(log, "step") is None
     steps = "".join(step_line(n, n / 7) for n in range(1, 3001))
     text = log_line("sample", 3000, {"text": "x" * 3 * READ_BLOCK_BYTES})
     log.write_text(steps + text + '{"kind": "step", "after": 3001')
     assert log.stat().st_size > 4 * READ_BLOCK_BYTES
-    assert last_step(log) == [line for line in read_log(log) if line["kind"] == "step"][-1]
+    assert last_line(log, "step") == [line for line in read_log(log) if line["kind"] == "step"][-1]
 
 
 def test_truncating_a_log_removes_later_lines(tmp_path: Path) -> None:

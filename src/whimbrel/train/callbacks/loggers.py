@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from whimbrel.base.errors import MissingExtraError
 from whimbrel.config import to_table
 from whimbrel.train.callback import TrainerCallback
+from whimbrel.train.device import peak_memory
 from whimbrel.train.run_directory import LOG_FILE, as_number, log_line, to_json, truncate_log
 
 if TYPE_CHECKING:
@@ -80,10 +81,12 @@ class JsonlLogger(LogWriter):
         self._pending: deque[bytes] = deque()
         self._dropped = 0
         self._failing = False
+        self._resumed = False
 
     def on_train_begin(self, **event: Any) -> None:
         """Open the log, dropping lines past the current step."""
         self._path, self._failing, self._dropped = None, False, 0
+        self._resumed = event["state"].global_step > 0
         if event["state"].is_world_process_zero:
             self._path = Path(event["trainer"].config.output_dir) / LOG_FILE
             self._truncate_after(event["state"].global_step)
@@ -94,12 +97,16 @@ class JsonlLogger(LogWriter):
             self._truncate_after(event["step"])
 
     def on_train_metrics(self, **event: Any) -> None:
-        """Write a step; flags that are false are left out."""
+        """Write a step; flags that are false are left out. `resumed` marks the first step of a resumed session."""
         metrics = {key: value for key, value in event["metrics"].items() if value is not False}
         completed = metrics.pop("step")
         fields = {"total": event["state"].max_steps}
         for key in ("loss", "lr", "grad_norm", "seconds", "tokens"):
             fields[key] = metrics.pop(key)
+        if self._path is not None:
+            fields["peak_memory"] = peak_memory(event["trainer"].device)
+        if self._resumed:
+            fields["resumed"], self._resumed = True, False
         self._write("step", completed, fields | metrics)
 
     def on_evaluate(self, **event: Any) -> None:

@@ -36,7 +36,9 @@ def test_steps_evaluations_samples_and_logs_are_written(make_run: Any, tmp_path:
     run.dispatch("on_sample", text="Ay, me!\n", step=1)
     run.log({"norm/a": 0.25, "epoch": 0.5})
     run.end()
-    assert read_log(tmp_path / "run" / "log.jsonl") == [
+    lines = read_log(tmp_path / "run" / "log.jsonl")
+    assert lines[0].pop("peak_memory") > 2**20
+    assert lines == [
         {"kind": "step", "after": 1, "total": 6, "loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "seconds": 0.5,
          "tokens": 256},
         {"kind": "validation", "after": 1, "loss": 1.5, "eval_accuracy": 0.0},
@@ -52,7 +54,10 @@ def test_skipped_steps_are_marked(make_run: Any, tmp_path: Path) -> None:
     assert read_log(tmp_path / "run" / "log.jsonl")[0]["skipped"] is True
 
 
-def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(make_run: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_log_of_an_uninterrupted_one_with_its_resumes_marked(
+    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whimbrel.train.callbacks.loggers.peak_memory", lambda device: 2**30)
     log = tmp_path / "run" / "log.jsonl"
     run_session(make_run, 0, 6)
     uninterrupted = log.read_bytes()
@@ -62,7 +67,8 @@ def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(make_run: Any, tmp_pa
         file.write('{"kind": "step", "aft')  # the line that was being written when it was killed
     run_session(make_run, 2, 5)
     run_session(make_run, 4, 6)
-    assert log.read_bytes() == uninterrupted
+    assert [line["after"] for line in read_log(log) if line.get("resumed")] == [3, 5]
+    assert log.read_bytes().replace(b', "resumed": true', b"") == uninterrupted
 
 
 def test_a_rollback_removes_later_lines(make_run: Any, tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""What `whimbrel runs`, `compare`, `plot` and `watch` read of a run: its state and its log. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whimbrel.base.errors import DataError
+from whimbrel.checkpoint import latest_checkpoint
+from whimbrel.train.control import query_status
+from whimbrel.train.run_directory import LOG_FILE, last_line, log_path, parse_log
+
+__all__ = ["RunInfo", "RunLog", "find_runs", "inspect_run", "smooth"]
+
+LOG_PATTERNS = (LOG_FILE, f"*/{LOG_FILE}", f"*/*/{LOG_FILE}")
+"""Where to look for runs: the directory itself and two levels below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """The state of a run."""
+
+    run: Path
+    state: str
+    """running, finished, stopped, dead, other host or other user."""
+    last: dict[str, Any]
+    """The last step in its log; empty before the first one."""
+    validation: dict[str, Any]
+    """The last validation in its log; empty before the first one."""
+    checkpoint: str | None
+    live: dict[str, Any] | None
+    """The status it reports while it is running."""
+
+    @property
+    def step(self) -> int:
+        return int(self.last.get("after", 0))
+
+    @property
+    def total(self) -> int | None:
+        return self.last.get("total")
+
+
+def find_runs(directories: Iterable[Path]) -> list[Path]:
+    """The runs among these directories and up to two levels below, sorted; raises DataError if one does not exist."""
+    found = set()
+    for directory in directories:
+        if not directory.is_dir():
+            raise DataError(f"no such directory: {directory}; pass the directories that contain your runs")
+        found |= {log.parent for pattern in LOG_PATTERNS for log in directory.glob(pattern)}
+    return sorted(found)
+
+
+def inspect_run(run: Path) -> RunInfo:
+    """The state of a run, from the end of its log and, if it is running, from its control server."""
+    log = run / LOG_FILE
+    last, validation, newest = last_line(log, "step"), last_line(log, "validation"), latest_checkpoint(run)
+    state, live = query_status(run)
+    name = state.replace("-", " ")
+    if state == "ended":
+        name = "finished" if last and last["after"] == last.get("total") else "stopped"
+    checkpoint = None if newest is None else newest.name
+    return RunInfo(
+        run=run, state=name, last=last or {}, validation=validation or {}, checkpoint=checkpoint, live=live
+    )  # fmt: skip
+
+
+class RunLog:
+    """The log of a run by kind of line; `update` reads what has been added since."""
+
+    def __init__(self, run: Path) -> None:
+        """`run` is its directory or the log itself. Raises DataError if it does not exist or is invalid."""
+        self.path = log_path(run)
+        self._clear()
+        self.update()
+
+    def _clear(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.validations: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
+        self.tokens: dict[int, int] = {}
+        """Tokens by completed steps, counted from the start of the log; a run resumed in another directory has no
+        earlier steps."""
+        self.seconds: dict[int, float] = {}
+        """Time spent in training steps, by completed steps."""
+        self._size = self._count = 0
+        self._total_tokens, self._total_seconds = 0, 0.0
+        self._last_line = b""
+
+    @property
+    def name(self) -> str:
+        """The name of the run directory, or of a log outside of one."""
+        return self.path.resolve().parent.name if self.path.name == LOG_FILE else self.path.stem
+
+    @property
+    def start(self) -> int:
+        """Number of steps before the first one in the log."""
+        return int(self.steps[0]["after"]) - 1
+
+    def update(self) -> bool:
+        """Read new lines, or everything if a resumed run has removed lines; returns whether there is anything new."""
+        with self.path.open("rb") as file:
+            file.seek(self._size - len(self._last_line))
+            content = file.read()
+            cleared = not content.startswith(self._last_line)
+            if cleared:
+                self._clear()
+                file.seek(0)
+                content = file.read()
+        content = content[len(self._last_line) : content.rfind(b"\n") + 1]
+        for record in parse_log(self.path, content, self._count + 1):
+            self._add(record)
+        self._size += len(content)
+        if content:
+            self._last_line = content[content.rfind(b"\n", 0, -1) + 1 :]
+        return cleared or bool(content)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        self._count += 1
+        after, kind = int(record["after"]), record["kind"]
+        if kind == "step":
+            self._total_tokens += record["tokens"]
+            self._total_seconds += record.get("seconds") or 0.0
+            self.steps.append(record)
+        elif kind == "validation":
+            self.validations.append(record)
+        elif kind == "sample":
+            self.samples.append(record)
+        self.tokens[after], self.seconds[after] = self._total_tokens, self._total_seconds
+
+
+def smooth(values: Sequence[float | None], span: int) -> list[float | None]:
+    """Moving average over about `span` values around each one; None stays None and does not count.
+
+    The window grows symmetrically at the start, so that a falling curve is not shifted, and is cut off at the end.
+    """
+    sums, counts = [0.0], [0]
+    for value in values:
+        sums.append(sums[-1] + (value or 0.0))
+        counts.append(counts[-1] + (value is not None))
+    smoothed: list[float | None] = []
+    for index, value in enumerate(values):
+        half = min(index, span // 2)
+        low, high = index - half, min(index + half + 1, len(values))
+        smoothed.append(None if value is None else (sums[high] - sums[low]) / (counts[high] - counts[low]))
+    return smoothed
