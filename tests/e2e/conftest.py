@@ -1,7 +1,8 @@
-"""A small model on disk, and a server on it."""
+"""A small model on disk, a server on it, and a browser."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from selenium import webdriver
     from tests.e2e.serving import ServerProcess
 
 
@@ -37,3 +39,20 @@ def server(tiny: Path) -> Iterator[ServerProcess]:
 
     with serving(tiny) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[webdriver.Chrome]:
+    pytest.importorskip("selenium", reason="needs the package 'selenium'")
+    from selenium import webdriver
+
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("needs Chromium and its driver: scripts/install-chromium")
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-from collections.abc import Iterator
 
 import pytest
 from tests.e2e.serving import ServerProcess, serving
 from tests.support.models import save_with_adapters
 
 pytest.importorskip("selenium", reason="needs the package 'selenium'")
-if not (shutil.which("chromium") and shutil.which("chromedriver")):
-    pytest.skip("needs Chromium and its driver: scripts/install-chromium", allow_module_level=True)
 
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -20,18 +16,6 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 TIMEOUT_SECONDS = 60
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
 
 
 class Page:

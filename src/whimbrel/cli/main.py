@@ -33,6 +33,7 @@ COMMANDS = {
     "finetune": "finetune:finetune",
     "memory": "train:memory",
     "runs": "runs:runs",
+    "watch": "watch:watch",
     "control": "runs:control",
     "plot": "plot:plot",
     "compare": "runs:compare",

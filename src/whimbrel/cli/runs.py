@@ -47,7 +47,7 @@ def _row(run: Path) -> tuple[str, ...]:
         f"{info.step}/{'?' if info.total is None else info.total}",
         *("-" if line.get("loss") is None else f"{line['loss']:.4f}" for line in (info.last, info.validation)),
         info.checkpoint or "-",
-        _format_age(time.time() - (run / "log.jsonl").stat().st_mtime),
+        _format_age(time.time() - info.modified),
     )
 
 

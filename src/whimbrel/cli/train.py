@@ -16,6 +16,7 @@ import typer
 from whimbrel.cli.terminal import configure_logging, print_table, warn_once
 
 if TYPE_CHECKING:
+    from whimbrel.cli.watch import LivePage
     from whimbrel.distributed import Layout
     from whimbrel.optim import ParameterRow
     from whimbrel.train import RunConfig, Trainer
@@ -46,6 +47,10 @@ def train(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="TOML file of the run, or a recipe such as shakespeare-cpu.")],
     plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
+    watch: Annotated[
+        bool | None,
+        typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: on a terminal)"),
+    ] = None,
     exit_143: Annotated[
         bool, typer.Option("--exit-143", help="Exit with code 143 instead of 0 when stopped by a signal.")
     ] = False,
@@ -74,7 +79,16 @@ def train(
     del settings  # handled by its callback
     configure_logging()
     loaded = load_run_config(config, context.args)
-    run_training(loaded, config, context.args, plain=plain, exit_143=exit_143, nproc=nproc, max_restarts=max_restarts)
+    run_training(
+        loaded,
+        config,
+        context.args,
+        plain=plain,
+        watch=watch,
+        exit_143=exit_143,
+        nproc=nproc,
+        max_restarts=max_restarts,
+    )
 
 
 def run_training(
@@ -86,16 +100,22 @@ def run_training(
     exit_143: bool,
     nproc: int | None,
     max_restarts: int,
+    watch: bool | None = None,
 ) -> None:
-    """Train in this process, or start several that read `file` with `overrides`; may raise typer.Exit."""
+    """Train in this process, or start several that read `file` with `overrides`; may raise typer.Exit.
+
+    `watch` serves a live page of the run; None does so on a terminal.
+    """
     from whimbrel.train import Trainer
     from whimbrel.train.callbacks import ProgressCallback
 
     processes = processes_to_start(nproc, max_restarts, config)
     if processes is not None:
-        arguments = ["train", str(file), *overrides, *["--plain"] * plain]
+        page = [] if watch is None else ["--watch" if watch else "--no-watch"]
+        arguments = ["train", str(file), *overrides, *["--plain"] * plain, *page]
         raise typer.Exit(_launch(processes, arguments, max_restarts, exit_143=exit_143))
-    trainer = Trainer.from_config(config, callbacks=[ProgressCallback(plain=plain)])
+    callbacks = [*_live_page(watch, config.output_dir), ProgressCallback(plain=plain)]
+    trainer = Trainer.from_config(config, callbacks=callbacks)
     trainer.train()
     _print_next_commands(trainer)
     _drop_unwritten_output()
@@ -112,6 +132,19 @@ def _print_next_commands(trainer: Trainer) -> None:
     if is_done and trainer.state.is_world_process_zero and latest_checkpoint(run) is not None:
         with contextlib.suppress(OSError, ValueError):  # standard output is gone
             print(f"Next: whimbrel generate {run} (or chat, serve, eval, export, plot)", flush=True)
+
+
+def _live_page(watch: bool | None, output_dir: Path) -> list[LivePage]:
+    from whimbrel.base.errors import MissingExtraError
+    from whimbrel.cli.watch import LivePage
+
+    if watch and not LivePage.is_available():
+        raise MissingExtraError("--watch", "fastapi", "serve")
+    if watch or (watch is None and sys.stdout.isatty() and LivePage.is_available()):
+        return [LivePage()]
+    if watch is None and os.environ.get("RANK", "0") == "0":
+        print(f"For a live page of this run: whimbrel watch {output_dir}")
+    return []
 
 
 def processes_to_start(nproc: int | None, max_restarts: int, config: RunConfig) -> int | None:

@@ -30,6 +30,8 @@ class RunInfo:
     validation: dict[str, Any]
     """The last validation in its log; empty before the first one."""
     checkpoint: str | None
+    modified: float
+    """When its log was last written, as a Unix time."""
     live: dict[str, Any] | None
     """The status it reports while it is running."""
 
@@ -62,7 +64,8 @@ def inspect_run(run: Path) -> RunInfo:
         name = "finished" if last and last["after"] == last.get("total") else "stopped"
     checkpoint = None if newest is None else newest.name
     return RunInfo(
-        run=run, state=name, last=last or {}, validation=validation or {}, checkpoint=checkpoint, live=live
+        run=run, state=name, last=last or {}, validation=validation or {}, checkpoint=checkpoint, live=live,
+        modified=log.stat().st_mtime,
     )  # fmt: skip
 
 

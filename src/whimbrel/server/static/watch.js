@@ -1,0 +1,368 @@
+// The page of `whimbrel watch`: polls /api/runs and draws its curves. Text is only ever set as textContent, so that
+// samples cannot inject HTML.
+
+const find = (id) => document.getElementById(id);
+const POLL_RUNNING = 1000, POLL_IDLE = 5000; // milliseconds
+const GIB = 2 ** 30;
+const MAX_SAMPLES = 6; // older ones are folded
+const MAX_SELECTED = 5; // runs that are selected when the page is opened
+const COLORS = 8;
+const CHARTS = [
+  { field: "loss", title: "Loss", height: 340 },
+  { field: "lr", title: "Learning rate" },
+  { field: "grad_norm", title: "Gradient norm" },
+  { field: "tokens_per_second", title: "Tokens/s", fromZero: true },
+  { field: "peak_memory", title: "Peak memory (GiB)", fromZero: true },
+];
+const AXIS_NAMES = { step: "step", tokens: "tokens", seconds: "training time" };
+
+let runs = [];
+let selected = null; // names of the runs that are drawn; null until the first response
+const curves = new Map(); // by name
+let version = 0;
+let charts = [];
+let layout = ""; // what the current charts were made for
+let shownSamples = "";
+let timer = null;
+let request = null; // aborts the request that is running
+
+// ---------------------------------------------------------------------------------------------- formatting
+
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 });
+
+function formatTime(seconds) {
+  const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
+  if (hours) return `${hours} h ${minutes % 60} min`;
+  return minutes ? `${minutes} min ${Math.round(seconds % 60)} s` : `${+seconds.toPrecision(3)} s`;
+}
+
+const FORMATS = {
+  loss: (value) => value.toFixed(4),
+  lr: (value) => `${+value.toPrecision(3)}`,
+  grad_norm: (value) => `${+value.toPrecision(3)}`,
+  tokens_per_second: (value) => compact.format(value),
+  peak_memory: (value) => `${+value.toPrecision(3)}`,
+  step: (value) => value.toLocaleString("en"),
+  tokens: (value) => compact.format(value),
+  seconds: formatTime,
+};
+const format = (field, value) => (value === null || value === undefined ? "–" : FORMATS[field](value));
+
+function showStatus(message, isError = false) {
+  if (find("status").textContent !== message) find("status").textContent = message;
+  find("status").classList.toggle("error", isError);
+}
+
+// ---------------------------------------------------------------------------------------------- requests
+
+async function call(path, options = {}) {
+  const headers = { Authorization: `Bearer ${sessionStorage.getItem("whimbrel.watch.key") ?? ""}`, "Content-Type": "application/json" };
+  const response = await fetch(path, { ...options, headers });
+  const body = await response.json().catch(() => null);
+  if (response.ok) return body;
+  find("login").hidden = response.status !== 401;
+  throw new Error(body?.error?.message ?? `HTTP status ${response.status}`);
+}
+
+async function refresh() {
+  clearTimeout(timer);
+  request?.abort();
+  const own = (request = new AbortController());
+  const query = new URLSearchParams({ smoothing: find("smoothing").value, since: version });
+  for (const name of selected ?? []) query.append("run", name);
+  try {
+    const reply = await call(`/api/runs?${query}`, { signal: own.signal });
+    find("login").hidden = true;
+    runs = reply.runs;
+    version = reply.version;
+    for (const [name, curve] of Object.entries(reply.curves)) {
+      curve.peak_memory = curve.peak_memory.map((value) => value && value / GIB);
+      curves.set(name, curve);
+    }
+    if (selected === null) {
+      const newest = [...runs].sort((a, b) => (b.state === "running") - (a.state === "running") || b.modified - a.modified);
+      const chosen = newest.slice(0, MAX_SELECTED);
+      selected = new Set(runs.filter((run) => chosen.includes(run)).map((run) => run.name));
+      version = 0;
+      if (selected.size) return void refresh();
+    }
+    showStatus(describe());
+    showRuns();
+    if (Object.keys(reply.curves).length) draw();
+  } catch (error) {
+    if (own.signal.aborted) return;
+    const lost = error instanceof TypeError; // fetch could not connect
+    showStatus(lost ? "Disconnected. To see these runs again: whimbrel watch" : error.message, true);
+  }
+  const wait = runs.some((run) => run.state === "running") ? POLL_RUNNING : POLL_IDLE;
+  if (!document.hidden) timer = setTimeout(refresh, wait);
+}
+
+function reload() {
+  version = 0;
+  refresh();
+}
+
+function describe() {
+  if (!runs.length) return "No runs yet.";
+  const unreadable = runs.find((run) => run.error);
+  if (unreadable) return unreadable.error;
+  const running = runs.filter((run) => run.state === "running").length;
+  return `${runs.length} ${runs.length === 1 ? "run" : "runs"}, ${running} running`;
+}
+
+async function control(run, action) {
+  if (action === "stop" && !confirm(`Stop ${run} after the current step? It is evaluated and saved as configured.`)) return;
+  try {
+    const reply = await call("/api/control", { method: "POST", body: JSON.stringify({ run, action }) });
+    showStatus(`${run} (step ${reply.step}) ${reply.message}`);
+  } catch (error) {
+    showStatus(error.message, true);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- table
+
+const color = (name) => `--run-${[...selected].indexOf(name) % COLORS}`;
+
+function element(tag, properties = {}, ...children) {
+  const created = Object.assign(document.createElement(tag), properties);
+  created.append(...children);
+  return created;
+}
+
+// Rows are kept and only their values change, so that the keyboard focus stays where it is.
+function showRuns() {
+  const body = find("runs");
+  const rows = new Map([...body.children].map((row) => [row.dataset.name, row]));
+  const wanted = runs.map((run) => rows.get(run.name) ?? createRow(run.name));
+  if (wanted.length !== body.children.length || wanted.some((row, index) => row !== body.children[index])) body.replaceChildren(...wanted);
+  runs.forEach((run, index) => updateRow(wanted[index], run));
+}
+
+function createRow(name) {
+  const box = element("input", { type: "checkbox" });
+  box.addEventListener("change", () => {
+    if (box.checked) selected.add(name);
+    else selected.delete(name);
+    showRuns();
+    if (box.checked) reload();
+    else draw();
+  });
+  const label = element("label", {}, box, element("span", { className: "swatch" }), element("span", { textContent: name }));
+  const cell = (field, label, className = "") => {
+    const created = element("td", { className });
+    Object.assign(created.dataset, { field, label });
+    return created;
+  };
+  const row = element(
+    "tr", {}, element("th", { scope: "row" }, label), cell("state", "State"), cell("step", "Step"),
+    cell("loss", "Train loss", "number"), cell("validation", "Validation loss", "number"), cell("tokens_per_second", "Tokens/s", "number"),
+    cell("peak_memory", "Peak memory", "number"), cell("eta_seconds", "Time left", "number"), element("td", { className: "actions" }),
+  );
+  row.dataset.name = name;
+  return row;
+}
+
+function updateRow(row, run) {
+  const chosen = selected.has(run.name);
+  row.querySelector("input").checked = chosen;
+  row.querySelector(".swatch").style.background = chosen ? `var(${color(run.name)})` : "transparent";
+  const set = (field, text) => {
+    const cell = row.querySelector(`[data-field="${field}"]`);
+    if (cell.firstChild?.nodeValue !== text) cell.replaceChildren(text);
+    cell.classList.toggle("empty", text === "–");
+    return cell;
+  };
+  set("state", run.state);
+  const step = set("step", `${format("step", run.step ?? 0)} / ${run.total ? format("step", run.total) : "?"}`);
+  if (!step.querySelector("progress")) step.append(element("progress", { ariaLabel: `Progress of ${run.name}` }));
+  Object.assign(step.querySelector("progress"), { max: run.total || 1, value: run.step ?? 0 });
+  set("loss", format("loss", run.loss));
+  set("validation", format("loss", run.validation));
+  set("tokens_per_second", format("tokens_per_second", run.tokens_per_second));
+  set("peak_memory", run.peak_memory ? `${format("peak_memory", run.peak_memory / GIB)} GiB` : "–");
+  set("eta_seconds", run.eta_seconds === null || run.eta_seconds === undefined ? "–" : formatTime(Math.round(run.eta_seconds)));
+  const actions = row.querySelector(".actions"), running = run.state === "running";
+  if (running === (actions.children.length > 0)) return;
+  const names = running ? { save: "Save", stop: "Stop" } : {};
+  actions.replaceChildren(
+    ...Object.entries(names).map(([action, textContent]) => {
+      const button = element("button", { type: "button", textContent, ariaLabel: `${textContent} ${run.name}` });
+      button.addEventListener("click", () => control(run.name, action));
+      return button;
+    }),
+  );
+}
+
+// ---------------------------------------------------------------------------------------------- charts
+
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// The series of a chart, each as [x values, y values, options]. Those that are `quiet` have no value below the chart.
+function seriesOf(chart, drawn, axis) {
+  const all = [];
+  for (const [name, curve] of drawn) {
+    const stroke = style(color(name)), x = curve[axis];
+    const add = (label, xs, ys, options) => all.push([xs, ys, { label, run: name, stroke, points: { show: false }, ...options }]);
+    const short = name.split("/").at(-1);
+    if (chart.field !== "loss") {
+      add(short, x, curve[chart.field], { width: 1.5 });
+      continue;
+    }
+    if (curve.span > 1) add("unsmoothed", x, curve.loss, { width: 1, alpha: 0.25, quiet: true });
+    add(`${short} train`, x, curve.smoothed, { width: 1.5 });
+    const { loss } = curve.validation;
+    if (loss.length) {
+      const points = { show: true, size: 6, fill: style("--background"), stroke };
+      add("validation", curve.validation[axis], loss, { width: 2, dash: [6, 4], points });
+    }
+  }
+  return all;
+}
+
+function draw() {
+  const axis = find("axis").value, logarithmic = find("log").checked;
+  const drawn = [...selected].filter((name) => curves.has(name)).map((name) => [name, curves.get(name)]);
+  const shown = CHARTS.filter((chart) => drawn.some(([, curve]) => curve[chart.field].some((value) => value !== null)));
+  const prepared = shown.map((chart) => seriesOf(chart, drawn, axis));
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const wanted = JSON.stringify([axis, logarithmic, dark, shown.map((chart) => chart.field), prepared.map((all) => all.map(([, , options]) => [options.run, options.label]))]);
+  const data = prepared.map((all) => (all.length ? uPlot.join(all.map(([x, y]) => [x, y])) : [[]]));
+  if (wanted !== layout) {
+    layout = wanted;
+    charts.forEach((plot) => plot.destroy());
+    find("charts").replaceChildren();
+    charts = shown.map((chart, index) => createChart(chart, prepared[index].map(([, , options]) => options), data[index], axis, logarithmic));
+  } else {
+    charts.forEach((plot, index) => {
+      const xs = plot.data[0], { min, max } = plot.scales.x;
+      const zoomed = xs.length > 0 && (min > xs[0] || max < xs.at(-1));
+      plot.setData(data[index], !zoomed);
+      if (zoomed) plot.redraw();
+    });
+  }
+  charts.forEach((plot) => showValues(plot));
+  showSamples(drawn);
+}
+
+function createChart(chart, series, data, axis, logarithmic) {
+  const isLoss = chart.field === "loss";
+  const figure = element("figure", { className: isLoss ? "main" : "", tabIndex: 0, ariaLabel: `${chart.title} by ${AXIS_NAMES[axis]}` });
+  figure.setAttribute("role", "group");
+  const note = isLoss ? " train (solid), validation (dashed), resumes (dotted vertical lines)" : "";
+  const values = element("p", { className: "values" });
+  figure.append(element("figcaption", {}, chart.title, element("span", { textContent: note })));
+  find("charts").append(figure);
+  const line = { stroke: style("--muted"), grid: { stroke: style("--grid"), width: 1 }, ticks: { stroke: style("--grid"), width: 1 } };
+  const options = {
+    width: Math.max(figure.clientWidth - 20, 100),
+    height: chart.height ?? 200,
+    legend: { show: false },
+    cursor: { sync: { key: "runs" }, drag: { x: true, y: false }, points: { size: 7 } },
+    scales: { x: { time: false }, y: chart.fromZero ? { range: (plot, min, max) => [0, (max || 1) * 1.1] } : { distr: isLoss && logarithmic ? 3 : 1 } },
+    axes: [
+      { ...line, values: (plot, ticks) => ticks.map((tick) => (axis === "seconds" ? formatTime(tick) : compact.format(tick))) },
+      { ...line, size: 64, values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : isLoss ? `${+tick.toPrecision(4)}` : format(chart.field, tick))) },
+    ],
+    series: [{}, ...series.map((each) => ({ ...each, spanGaps: false }))],
+    hooks: { setCursor: [showValues], draw: isLoss ? [drawResumes] : [] },
+  };
+  const plot = new uPlot(options, data, figure);
+  Object.assign(plot, { chart, valuesLine: values, axisName: axis });
+  figure.append(values);
+  figure.addEventListener("keydown", (event) => moveCursor(plot, event));
+  new ResizeObserver(() => plot.setSize({ width: Math.max(figure.clientWidth - 20, 100), height: chart.height ?? 200 })).observe(figure);
+  return plot;
+}
+
+// Below each chart: the values at the cursor, or the last ones.
+function showValues(plot) {
+  if (!plot.valuesLine) return; // being created
+  const xs = plot.data[0], at = plot.cursor.idx ?? xs.length - 1;
+  const entries = new Map(); // by run
+  plot.series.forEach((series, index) => {
+    if (index === 0 || series.quiet) return;
+    let position = at; // series have values at different steps: show the last one before the cursor
+    while (position > 0 && (plot.data[index][position] ?? null) === null) position--;
+    const value = `${series.label} ${format(plot.chart.field, plot.data[index][position])}`;
+    entries.set(series.run, entries.has(series.run) ? `${entries.get(series.run)}, ${value}` : value);
+  });
+  const where = xs.length ? [element("span", { textContent: `${AXIS_NAMES[plot.axisName]} ${format(plot.axisName, xs[at])}` })] : [];
+  plot.valuesLine.replaceChildren(
+    ...where,
+    ...[...entries].map(([name, text]) => {
+      const swatch = element("span", { className: "swatch" });
+      swatch.style.background = `var(${color(name)})`;
+      return element("span", {}, swatch, text);
+    }),
+  );
+}
+
+function moveCursor(plot, event) {
+  const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!direction || !plot.data[0].length) return;
+  event.preventDefault();
+  const last = plot.data[0].length - 1;
+  const step = event.shiftKey ? Math.max(1, Math.round(last / 20)) : 1;
+  const index = Math.min(Math.max((plot.cursor.idx ?? last) + direction * step, 0), last);
+  plot.setCursor({ left: plot.valToPos(plot.data[0][index], "x"), top: plot.over.clientHeight / 2 });
+}
+
+function drawResumes(plot) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+  ctx.lineWidth = 1.5 * devicePixelRatio;
+  for (const name of selected) {
+    ctx.strokeStyle = style(color(name));
+    for (const x of curves.get(name)?.resumes[find("axis").value] ?? []) {
+      const left = plot.valToPos(x, "x", true);
+      if (left < bbox.left || left > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(left, bbox.top);
+      ctx.lineTo(left, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+  }
+  ctx.restore();
+}
+
+// ---------------------------------------------------------------------------------------------- samples
+
+function showSamples(drawn) {
+  const samples = drawn.flatMap(([name, curve]) => curve.samples.map((sample) => ({ name, ...sample })));
+  samples.sort((a, b) => b.step - a.step);
+  const key = JSON.stringify(samples);
+  if (key === shownSamples) return;
+  shownSamples = key;
+  const articles = samples.map(({ name, step, text }) =>
+    element("article", {}, element("h3", { textContent: `${name}, step ${format("step", step)}` }), element("p", { textContent: text, tabIndex: 0 })),
+  );
+  find("samples").replaceChildren(...(articles.length ? articles.slice(0, MAX_SAMPLES) : [element("p", { className: "hint", textContent: "No samples yet." })]));
+  find("older-samples").replaceChildren(...articles.slice(MAX_SAMPLES));
+  find("older").hidden = articles.length <= MAX_SAMPLES;
+}
+
+// ---------------------------------------------------------------------------------------------- start
+
+for (const id of ["axis", "log"]) find(id).addEventListener("change", draw);
+find("smoothing").addEventListener("change", reload);
+find("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("whimbrel.watch.key", find("key").value);
+  reload();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => selected && draw());
+document.addEventListener("visibilitychange", () => !document.hidden && refresh());
+
+function takeKey() { // the printed link ends with #key=...; the key is not left in the address bar
+  const key = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (key === null) return;
+  sessionStorage.setItem("whimbrel.watch.key", key);
+  history.replaceState(null, "", location.pathname);
+}
+
+takeKey();
+addEventListener("hashchange", () => { takeKey(); reload(); });
+refresh();

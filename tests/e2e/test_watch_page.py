@@ -1,0 +1,224 @@
+"""The page of `whimbrel watch` in a real browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whimbrel.train.control import ControlServer
+from whimbrel.train.run_directory import log_line
+
+pytest.importorskip("fastapi", reason="needs the extra `serve`")
+pytest.importorskip("selenium", reason="needs the package 'selenium'")
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+TIMEOUT_SECONDS = 60
+# Relative luminance and contrast as in WCAG 2; text that is hidden, disabled or inside a canvas does not count.
+LOW_CONTRAST = """
+const channel = (v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+const luminance = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+const parse = (color) => color.match(/[\\d.]+/g).map(Number);
+const background = (node) => {
+  for (; node; node = node.parentElement) {
+    const color = parse(getComputedStyle(node).backgroundColor);
+    if (color.length < 4 || color[3] === 1) return color;
+  }
+  return [255, 255, 255];
+};
+return [...document.querySelectorAll("body *")].filter((node) => {
+  const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.nodeValue.trim());
+  if (!own || !node.checkVisibility()) return false;
+  const [a, b] = [luminance(parse(getComputedStyle(node).color)), luminance(background(node))].sort((x, y) => y - x);
+  return (a + 0.05) / (b + 0.05) < 4.5;
+}).map((node) => node.outerHTML);
+"""
+
+
+def write_steps(run: Path, first: int, last: int, loss: float = 9.0) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "log.jsonl").open("a") as file:
+        for step in range(first, last + 1):
+            numbers = {"lr": 1e-3, "grad_norm": 1.0, "seconds": 0.5, "tokens": 64, "peak_memory": 2**30}
+            resumed = {"resumed": True} if step == 5 else {}
+            file.write(log_line("step", step, {"total": 20, "loss": loss / step, **numbers, **resumed}))
+            if step % 4 == 0:
+                file.write(log_line("validation", step, {"loss": loss / step + 0.5}))
+
+
+class Page:
+    """Page object: a server on two runs, of which one is running."""
+
+    def __init__(self, browser: webdriver.Chrome, link: str, actions: list[str]) -> None:
+        self.browser, self.link, self.actions = browser, link, actions
+        browser.get("about:blank")
+        browser.get_log("browser")  # of earlier pages, which have lost their server
+        browser.get(link)
+
+    def find(self, selector: str) -> Any:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def cell(self, run: str, field: str) -> str:
+        return self.find(f'tr[data-name="{run}"] [data-field="{field}"]').text
+
+    def until(self, condition: Any) -> Any:
+        return WebDriverWait(self.browser, TIMEOUT_SECONDS, 0.05, [Exception]).until(lambda _: condition())
+
+    def charts(self) -> list[str]:
+        return [chart.get_attribute("aria-label") for chart in self.browser.find_elements(By.CSS_SELECTOR, "figure")]
+
+    def run(self, script: str) -> Any:
+        return self.browser.execute_script(script)
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, workdir: Path) -> Iterator[Page]:
+    write_steps(Path("runs/done"), 1, 20)
+    write_steps(Path("runs/live"), 1, 8, loss=7.0)
+    actions: list[str] = []
+
+    def answer(action: str) -> dict[str, Any]:
+        if action == "status":
+            return {"status": {"tokens_per_second": 1234.0, "eta_seconds": 125.0}}
+        actions.append(action)
+        return {"message": f"will {action}", "step": 8}
+
+    control = ControlServer(Path("runs/live"), answer)
+    environment = {name: value for name, value in os.environ.items() if name != "WHIMBREL_API_KEY"}
+    command = [sys.executable, "-m", "whimbrel", "watch", "--port=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        line = process.stdout.readline()
+        yield Page(browser, re.search(r"http://\S+", line).group(), actions)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        process.stdout.close()
+        control.close()
+
+
+def test_runs_and_new_steps_appear_without_a_reload(page: Page) -> None:
+    page.until(lambda: len(page.charts()) == 5)
+    assert page.charts()[0] == "Loss by step"
+    assert (page.cell("runs/done", "state"), page.cell("runs/done", "loss")) == ("finished", "0.4500")
+    assert page.cell("runs/done", "validation") == "0.9500"
+    assert page.cell("runs/live", "state") == "running"
+    assert (page.cell("runs/live", "tokens_per_second"), page.cell("runs/live", "eta_seconds")) == (
+        "1.23K",
+        "2 min 5 s",
+    )
+    assert page.cell("runs/live", "peak_memory") == "1 GiB"
+    assert "live train 0.8750, validation 1.3750" in page.find("figure .values").text
+    assert "#key" not in page.browser.current_url
+    page.run("document.body.dataset.loaded = 'once'")
+    write_steps(Path("runs/live"), 9, 12, loss=7.0)
+    with Path("runs/live/log.jsonl").open("a") as file:
+        file.write(log_line("sample", 12, {"text": "<img src=x onerror=\"document.title='injected'\">Hark"}))
+    write_steps(Path("runs/new"), 1, 2)
+    page.until(lambda: "live train 0.5833, validation 1.0833" in page.find("figure .values").text)
+    page.until(lambda: page.find("article p").text.endswith("Hark"))
+    assert page.find("article h3").text == "runs/live, step 12"
+    assert page.browser.find_elements(By.CSS_SELECTOR, "article img") == []
+    assert page.browser.title == "Whimbrel runs"
+    page.until(lambda: page.cell("runs/new", "state") == "stopped")
+    assert page.run("return document.body.dataset.loaded") == "once"
+
+
+def test_save_and_stop_are_sent_to_the_run(page: Page) -> None:
+    page.until(lambda: len(page.charts()) == 5)
+    assert page.browser.find_elements(By.CSS_SELECTOR, 'tr[data-name="runs/done"] button') == []
+    save, stop = page.browser.find_elements(By.CSS_SELECTOR, 'tr[data-name="runs/live"] button')
+    assert (save.text, stop.text) == ("Save", "Stop")
+    save.click()
+    page.until(lambda: page.actions == ["save"])
+    stop.click()
+    page.browser.switch_to.alert.dismiss()
+    stop.click()
+    page.browser.switch_to.alert.accept()
+    page.until(lambda: page.actions == ["save", "stop"])
+
+
+def test_the_page_without_its_key_asks_for_it(page: Page) -> None:
+    url, key = page.link.split("/#key=")
+    page.run("sessionStorage.clear()")
+    page.browser.get(url)
+    page.until(lambda: "API key" in page.find("#status").text)
+    assert page.charts() == []
+    page.find("#key").send_keys(key, Keys.ENTER)
+    page.until(lambda: len(page.charts()) == 5)
+    assert not page.find("#login").is_displayed()
+
+
+def test_everything_works_with_the_keyboard(page: Page) -> None:
+    page.until(lambda: len(page.charts()) == 5)
+    box = page.find('tr[data-name="runs/done"] input')
+    box.send_keys(Keys.SPACE)
+    page.until(lambda: "done" not in page.find("figure .values").text)
+    box.send_keys(Keys.SPACE)
+    page.until(lambda: "done train 0.4500" in page.find("figure .values").text)
+    page.find("#axis").send_keys("T")
+    page.until(lambda: page.charts()[0] == "Loss by tokens")
+    page.find("#log").send_keys(Keys.SPACE)
+    chart = page.find("figure")
+    chart.send_keys(Keys.ARROW_LEFT)
+    page.until(lambda: "tokens 1.22K" in page.find("figure .values").text)  # 19 steps of 64
+    tabs = page.run(
+        "return [...document.querySelectorAll('input, select, button, figure, summary')]"
+        ".filter((node) => node.checkVisibility() && node.tabIndex < 0).length"
+    )
+    assert tabs == 0
+
+
+def test_resumes_are_marked(page: Page) -> None:
+    page.until(lambda: len(page.charts()) == 5)
+    # Columns of pixels that have the color of a run at the top of the chart, where there are no curves.
+    marked = page.run(
+        "const canvas = document.querySelector('canvas'), context = canvas.getContext('2d');"
+        "let count = 0;"
+        "for (let x = 0; x < canvas.width; x++) {"
+        "  const { data } = context.getImageData(x, 0, 1, Math.floor(canvas.height / 8));"
+        "  let colored = 0;"
+        "  for (let i = 0; i < data.length; i += 4)"
+        "    if (Math.max(...data.slice(i, i + 3)) - Math.min(...data.slice(i, i + 3)) > 60) colored++;"
+        "  if (colored > 4) count++;"
+        "}"
+        "return count;"
+    )
+    assert 1 <= marked <= 6
+
+
+@pytest.mark.parametrize(("width", "height"), [(1400, 1000), (390, 844)])
+def test_no_errors_external_requests_overflow_or_low_contrast(page: Page, width: int, height: int) -> None:
+    screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    try:
+        page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        for scheme in ("light", "dark"):
+            wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+            page.browser.get("about:blank")
+            page.browser.get(page.link)
+            page.until(lambda: len(page.charts()) == 5)
+            assert page.run(LOW_CONTRAST) == []
+            assert page.run("return document.documentElement.scrollWidth") <= width
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    loaded = page.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert len(loaded) > 5
+    assert [name for name in loaded if not name.startswith(page.link.split("/#")[0])] == []
+    unnamed = page.run(
+        "return [...document.querySelectorAll('input, select')].filter((field) => !field.labels.length).length"
+    )
+    assert unnamed == 0
+    assert [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"] == []
