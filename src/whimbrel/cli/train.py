@@ -111,11 +111,10 @@ def run_training(
 
     processes = processes_to_start(nproc, max_restarts, config)
     if processes is not None:
-        page = [] if watch is None else ["--watch" if watch else "--no-watch"]
-        arguments = ["train", str(file), *overrides, *["--plain"] * plain, *page]
+        option = [] if watch is None else ["--watch" if watch else "--no-watch"]
+        arguments = ["train", str(file), *overrides, *["--plain"] * plain, *option]
         raise typer.Exit(_launch(processes, arguments, max_restarts, exit_143=exit_143))
-    callbacks = [*_live_page(watch, config.output_dir), ProgressCallback(plain=plain)]
-    trainer = Trainer.from_config(config, callbacks=callbacks)
+    trainer = Trainer.from_config(config, callbacks=[*_live_page(watch), ProgressCallback(plain=plain)])
     trainer.train()
     _print_next_commands(trainer)
     _drop_unwritten_output()
@@ -134,17 +133,15 @@ def _print_next_commands(trainer: Trainer) -> None:
             print(f"Next: whimbrel generate {run} (or chat, serve, eval, export, plot)", flush=True)
 
 
-def _live_page(watch: bool | None, output_dir: Path) -> list[LivePage]:
+def _live_page(watch: bool | None) -> list[LivePage]:
     from whimbrel.base.errors import MissingExtraError
     from whimbrel.cli.watch import LivePage
 
     if watch and not LivePage.is_available():
         raise MissingExtraError("--watch", "fastapi", "serve")
-    if watch or (watch is None and sys.stdout.isatty() and LivePage.is_available()):
-        return [LivePage()]
-    if watch is None and os.environ.get("RANK", "0") == "0":
-        print(f"For a live page of this run: whimbrel watch {output_dir}")
-    return []
+    if watch is None:
+        return [LivePage(serve=sys.stdout.isatty() and LivePage.is_available())]
+    return [LivePage()] if watch else []
 
 
 def processes_to_start(nproc: int | None, max_restarts: int, config: RunConfig) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import secrets
 import signal
@@ -27,6 +28,8 @@ __all__ = ["LivePage", "watch"]
 KEY_VARIABLE = "WHIMBREL_API_KEY"
 GRACE_SECONDS = 5
 """How long the page of `whimbrel train` stays after the run, so that open browsers get its end."""
+
+logger = logging.getLogger(__name__)
 
 
 def watch(
@@ -99,9 +102,13 @@ def _stop_after_parent() -> None:
 
 
 class LivePage(TrainerCallback):
-    """Serves the page of the run in another process, so that it cannot disturb training, and prints the link."""
+    """Serves the page of the run in another process, so that it cannot disturb training, and prints the link.
 
-    def __init__(self) -> None:
+    Without `serve`, only logs the command that shows the run.
+    """
+
+    def __init__(self, *, serve: bool = True) -> None:
+        self._serve = serve
         self._process: subprocess.Popen[bytes] | None = None
 
     @staticmethod
@@ -113,8 +120,11 @@ class LivePage(TrainerCallback):
     def on_train_begin(self, **event: Any) -> None:
         if not event["state"].is_world_process_zero or self._process is not None:
             return
-        key = secrets.token_urlsafe(16)
         directory = Path(event["trainer"].config.output_dir)
+        if not self._serve:
+            logger.info("For a live page of this run: whimbrel watch %s", directory)
+            return
+        key = secrets.token_urlsafe(16)
         with socket.create_server(("127.0.0.1", 0)) as sock:
             command = [sys.executable, "-m", "whimbrel", "watch", str(directory)]
             self._process = subprocess.Popen(
