@@ -62,8 +62,6 @@ class Page:
 
     def __init__(self, browser: webdriver.Chrome, link: str, actions: list[str]) -> None:
         self.browser, self.link, self.actions = browser, link, actions
-        browser.get("about:blank")
-        browser.get_log("browser")  # of earlier pages, which have lost their server
         browser.get(link)
 
     def find(self, selector: str) -> Any:
@@ -102,6 +100,8 @@ def page(browser: webdriver.Chrome, workdir: Path) -> Iterator[Page]:
         line = process.stdout.readline()
         yield Page(browser, re.search(r"http://\S+", line).group(), actions)
     finally:
+        browser.get("about:blank")  # before the page loses its server
+        browser.get_log("browser")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         process.stdout.close()

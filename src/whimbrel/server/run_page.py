@@ -37,6 +37,7 @@ STATIC_FILES = {
 MAX_POINTS = 1000
 """Maximum number of points of a curve; of a longer one, some steps are sent."""
 MAX_SAMPLES = 20
+UNSMOOTHED = ("lr", "grad_norm", "peak_memory", "rewards/margins", "rewards/accuracies")
 DIGITS = 6
 """Significant digits of the numbers in a curve."""
 
@@ -146,7 +147,7 @@ def _curves(log: RunLog, smoothing: float) -> dict[str, Any]:
         "loss": loss,
         "smoothed": smoothed,
         "tokens_per_second": smooth([_speed(line) for line in steps], span),
-        **{name: [line.get(name) for line in steps] for name in ("lr", "grad_norm", "peak_memory")},
+        **{name: [line.get(name) for line in steps] for name in UNSMOOTHED},
     }
     kept = _select_steps(loss, smoothed)
     samples = [{"step": line["after"], "text": line["text"]} for line in log.samples[-MAX_SAMPLES:]]

@@ -13,6 +13,8 @@ const CHARTS = [
   { field: "grad_norm", title: "Gradient norm" },
   { field: "tokens_per_second", title: "Tokens/s", fromZero: true },
   { field: "peak_memory", title: "Peak memory (GiB)", fromZero: true },
+  { field: "rewards/margins", title: "Reward margin" }, // of preference pairs
+  { field: "rewards/accuracies", title: "Reward accuracy" },
 ];
 const AXIS_NAMES = { step: "step", tokens: "tokens", seconds: "training time" };
 
@@ -38,15 +40,13 @@ function formatTime(seconds) {
 
 const FORMATS = {
   loss: (value) => value.toFixed(4),
-  lr: (value) => `${+value.toPrecision(3)}`,
-  grad_norm: (value) => `${+value.toPrecision(3)}`,
   tokens_per_second: (value) => compact.format(value),
-  peak_memory: (value) => `${+value.toPrecision(3)}`,
   step: (value) => value.toLocaleString("en"),
   tokens: (value) => compact.format(value),
   seconds: formatTime,
 };
-const format = (field, value) => (value === null || value === undefined ? "–" : FORMATS[field](value));
+const short = (value) => `${+value.toPrecision(3)}`;
+const format = (field, value) => (value === null || value === undefined ? "–" : (FORMATS[field] ?? short)(value));
 
 function showStatus(message, isError = false) {
   if (find("status").textContent !== message) find("status").textContent = message;
@@ -205,13 +205,13 @@ function seriesOf(chart, drawn, axis) {
   for (const [name, curve] of drawn) {
     const stroke = style(color(name)), x = curve[axis];
     const add = (label, xs, ys, options) => all.push([xs, ys, { label, run: name, stroke, points: { show: false }, ...options }]);
-    const short = name.split("/").at(-1);
+    const label = name.split("/").at(-1);
     if (chart.field !== "loss") {
-      add(short, x, curve[chart.field], { width: 1.5 });
+      add(label, x, curve[chart.field], { width: 1.5 });
       continue;
     }
     if (curve.span > 1) add("unsmoothed", x, curve.loss, { width: 1, alpha: 0.25, quiet: true });
-    add(`${short} train`, x, curve.smoothed, { width: 1.5 });
+    add(`${label} train`, x, curve.smoothed, { width: 1.5 });
     const { loss } = curve.validation;
     if (loss.length) {
       const points = { show: true, size: 6, fill: style("--background"), stroke };
