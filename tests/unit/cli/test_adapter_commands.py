@@ -107,7 +107,7 @@ def test_options_without_effect_are_refused(adapter, tmp_path, monkeypatch, caps
 def test_a_missing_base_model_is_reported_with_the_remedy(adapter, base, tmp_path, capsys, command):
     base.rename(tmp_path / "moved")
     arguments = {"finalize": [tmp_path / "out"], "export": [tmp_path / "out"], "serve": ["--port", 0]}
-    arguments["eval"] = ["--text", tmp_path / "text.txt"]
+    arguments |= {"generate": ["a prompt"], "eval": ["--text", tmp_path / "text.txt"]}
     assert whimbrel(command, adapter, *arguments.get(command, [])) == 2
     error = capsys.readouterr().err
     assert "which does not exist: pass its base model (--base)" in error
