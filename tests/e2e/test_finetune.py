@@ -121,8 +121,8 @@ def test_skipped_rows_and_long_samples_are_reported(workdir: Path, capsys: pytes
     assert "chats.jsonl, line 32" in capsys.readouterr().err
     assert whimbrel(*command, "--skip-bad", "--too-long", "drop") == 0
     printed = capsys.readouterr().out
-    assert "1 samples dropped" in printed
-    assert "1 samples skipped" in printed
+    assert "1 sample dropped" in printed
+    assert "1 sample skipped" in printed
     assert "chats.jsonl, line 32" in printed
 
 

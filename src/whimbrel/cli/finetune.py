@@ -190,25 +190,29 @@ def _describe(config: RunConfig, samples: PreparedSamples, ranks: int) -> Iterat
 
     stats, report, pairs = samples.stats, samples.report, samples.train.pair
     formats = ", ".join(f"{name} ({kind})" for name, kind in report.formats.items())
-    kind = "pairs" if pairs else "samples"
+    kind = "pair" if pairs else "sample"
     yield _line("Data", formats)
     yield _line(
         "",
-        f"{stats.samples:,} {kind}, {stats.tokens:,} tokens ({stats.supervised_share:.0%} supervised), the longest "
-        f"{'answer' if pairs else 'sample'} has {stats.longest:,}",
+        f"{_count(stats.samples, kind)}, {stats.tokens:,} tokens ({stats.supervised_share:.0%} supervised), "
+        f"the longest {'answer' if pairs else 'sample'} has {stats.longest:,}",
     )
     added = f", {len(samples.added_tokens)} special tokens added" if samples.added_tokens else ""
     yield _line("Template", f"{samples.template_name}{added}")
     rows, _ = rows_of(samples.train, config, samples.tokenizer.eot_id)
     if config.data.packing:
-        packed = f"{len(rows):,} sequences of {config.sequence_length:,} tokens, {rows.fill_rate:.0%} full"
+        packed = f"{_count(len(rows), 'sequence')} of {config.sequence_length:,} tokens, {rows.fill_rate:.0%} full"
         yield _line("Packed", packed)
     if samples.val is not None:
-        yield _line("Held out", f"{samples.val.stats.samples:,} {kind}")
+        yield _line("Held out", _count(samples.val.stats.samples, kind))
     yield from _warnings(config, samples)
     yield from _example(samples)
     yield _line("Training", _training(config, len(rows)))
     yield _line("Memory", _memory(config, ranks))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _line(label: str, text: str) -> str:
@@ -225,7 +229,7 @@ def _warnings(config: RunConfig, samples: PreparedSamples) -> Iterator[str]:
         "with answers that start within a token: prompts will end differently": stats.misaligned,
         **{f"skipped: {reason}": count for reason, count in report.skipped.items()},
     }
-    yield from (_line("Warning", f"{count:,} samples {text}") for text, count in counts.items() if count)
+    yield from (_line("Warning", f"{_count(count, 'sample')} {text}") for text, count in counts.items() if count)
     yield from (_line("", error) for error in report.errors[:3])
 
 
@@ -249,8 +253,13 @@ def _training(config: RunConfig, rows: int) -> str:
     per_step = config.tokens_per_step // config.sequence_length
     epoch = -(-rows // per_step)
     steps = config.train.steps or (config.train.tokens or 0) // config.tokens_per_step
-    length = f"{steps:,} steps" if config.train.epochs is None else f"{config.train.epochs:g} epochs of {epoch:,} steps"
-    return f"{objective}, {what}{quantized}; {length}, {per_step} sequences each; learning rate {config.optim.lr:g}"
+    length = (
+        _count(steps, "step")
+        if config.train.epochs is None
+        else f"{config.train.epochs:g} epochs of {_count(epoch, 'step')}"
+    )
+    batch = f"{_count(per_step, 'sequence')} each"
+    return f"{objective}, {what}{quantized}; {length}, {batch}; learning rate {config.optim.lr:g}"
 
 
 def _memory(config: RunConfig, ranks: int) -> str:
