@@ -18,10 +18,12 @@ from pathlib import Path
 
 import pytest
 from tests.support.documentation import code_blocks
+from tests.support.finetuning import reversal_task, save_small_chat_model, write_chats
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORTER = {
     "whimbrel train": "--train.steps=4",
+    "whimbrel finetune": "--train.steps=2 --train.micro_batch=2",
     "whimbrel generate": "--max-new-tokens=8",
 }
 
@@ -42,13 +44,17 @@ def run(command: str | list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the corpus and a `whimbrel` program that runs the package under test."""
+    """A directory with the corpus, chats, a model and a `whimbrel` program that runs the package under test."""
     folder = tmp_path_factory.mktemp("clone")
     program = folder / "bin" / "whimbrel"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m whimbrel "$@"\n', encoding="utf-8")
     program.chmod(0o755)
     shutil.copytree(ROOT / "corpora", folder / "corpora")
+    save_small_chat_model(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    chats, held_out = reversal_task()
+    write_chats(folder / "chats.jsonl", chats)
+    write_chats(folder / "held-out.jsonl", held_out[:4])
     return folder
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.chat_templates import CHATML_GENERATION
+from tests.support.chat_templates import CHATML, CHATML_GENERATION
 from tests.support.models import small_preset
 
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT
-from whimbrel.tokenization import Tokenizer
+from whimbrel.tokenization import Tokenizer, train_tokenizer
 from whimbrel.train import RunConfig
 from whimbrel.train.config import build_run_config
 
@@ -40,6 +40,16 @@ def save_base_model(
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
     return directory
+
+
+def save_small_chat_model(directory: Path, *, is_base: bool = False) -> Path:
+    """A model in the place of one on the Hub, with a BPE tokenizer; a base model has no template and no chat tokens."""
+    words = "You sort support tickets. Where is order 1234? system user assistant shipping returns billing account "
+    tokenizer, sizes = train_tokenizer([words * 4], 320), {"context_length": 512, "embd_size": 64}
+    if is_base:
+        return save_base_model(directory, tokenizer=tokenizer, template=None, **sizes)
+    tokenizer = tokenizer.with_special_tokens(CHAT_TOKENS, eot_token=CHAT_TOKENS[0])
+    return save_base_model(directory, tokenizer=tokenizer, template=CHATML, **sizes)
 
 
 def reversal_task(digits: str = "0123", max_length: int = 4, held_out: int = 60) -> tuple[list[Pair], list[Pair]]:
