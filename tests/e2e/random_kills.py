@@ -93,7 +93,7 @@ class Attempt:
         """Step counts after each step that the attempt printed."""
         with OUTPUT.open("rb") as file:
             file.seek(self._output_start)
-            return [int(step) + 1 for step in re.findall(rb"^step:(\d+)/", file.read(), re.MULTILINE)]
+            return [int(step) for step in re.findall(rb"^step:(\d+)/", file.read(), re.MULTILINE)]
 
     @property
     def save(self) -> Path | None:

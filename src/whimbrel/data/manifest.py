@@ -69,7 +69,7 @@ class ShardSettings:
     total_tokens: int | None = None
     """Training tokens to write; None: all."""
     val_tokens: int = 0
-    """Tokens to hold out for validation, in complete documents."""
+    """Tokens to hold out for validation, in documents or parts of long ones."""
     val_share: float = 0.0
     """Share of documents, selected by hash, from which the validation documents are taken."""
     text_key: str = "text"
