@@ -246,7 +246,10 @@ def _encode_samples(
             yield from _encode_documents(documents, tokenizer)
             continue
         if template is None:
-            raise ConfigError('expected a chat template for conversations, got none: choose one (template = "chatml")')
+            raise ConfigError(
+                "expected a chat template for conversations, but the model has none: choose one, such as data.template "
+                "= chatml (with `whimbrel finetune`, --template chatml)"
+            )
         pending: deque[Sample] = deque()  # read ahead by encode_for_training, which encodes batches
         results = template.encode_for_training(tokenizer, _chats(group, pending), train_on)
         for first in results:

@@ -37,6 +37,7 @@ __all__ = [
 
 DEFAULT_SKIP = ("lm_head",)
 """The output layer is not quantized unless requested: no later layer can compensate for its error."""
+EXCLUDED = "excluded by name"
 COMPUTED_WEIGHT = (
     "its weight is computed from other parameters (a parametrization, weight norm, spectral norm or pruning): remove "
     "that first"
@@ -90,7 +91,7 @@ def select_linears(
         elif any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes) or (
             module is head and DEFAULT_SKIP[0] in suffixes
         ):
-            skipped[name] = "excluded by name"
+            skipped[name] = EXCLUDED
         elif only is not None and name not in only:
             skipped[name] = "not trained with quantization"
         elif (reason := unsupported_reason(module)) is not None:
@@ -99,7 +100,7 @@ def select_linears(
         else:
             selected[name] = module
     for name, reason in skipped.items():
-        logger.info("%s skips %s: %s", label, name, reason)
+        logger.log(logging.DEBUG if reason == EXCLUDED else logging.INFO, "%s skips %s: %s", label, name, reason)
     if not selected:
         reasons = (
             "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3]) or "it has no linear layer"

@@ -25,6 +25,7 @@ from whimbrel.distributed.layout import ParallelConfig
 from whimbrel.model_io import locate_model, read_architecture
 from whimbrel.model_io.hub import resolve_path
 from whimbrel.models import GPTConfig, LoraConfig, preset
+from whimbrel.models.lora import select_targets
 from whimbrel.optim import OptimConfig, ScheduleConfig
 from whimbrel.tokenization import TrainOn
 
@@ -594,6 +595,7 @@ class RunConfig(TrainerConfig):
             object.__setattr__(
                 self, "model", ModelConfig.from_architecture(stored, self.model.path, self.model.weights)
             )
+        _check_output(self.output_dir, self.model.path)
         if self.sequence_length > self.model.context_length:
             raise ConfigError(
                 f"data.sequence_length = {self.sequence_length} exceeds model.context_length = "
@@ -636,6 +638,13 @@ class RunConfig(TrainerConfig):
         return max(1, FINETUNING_TOKENS_PER_STEP // self.sequence_length) * self.sequence_length
 
 
+def _check_output(output_dir: Path, model: Path | None) -> None:
+    """Raise if the run would be written into the model that it starts from, or is that model."""
+    output = output_dir.resolve()
+    if model is not None and (model.resolve() == output or output / "checkpoints" in model.resolve().parents):
+        raise ConfigError(f"expected another output_dir than the model to start from, got {output_dir} for both")
+
+
 def _check_adapters(config: RunConfig) -> None:
     """Raise for settings that contradict `[lora]`, or need it."""
     model, train = config.model, config.train
@@ -656,6 +665,8 @@ def _check_adapters(config: RunConfig) -> None:
     }
     for name in (name for name, is_set in refused.items() if is_set):
         raise ConfigError(f"{name} does not work with [lora]: leave one of them out")
+    if config.lora.modules is not None:
+        select_targets(model.architecture, config.lora.modules)  # raises for unknown names
 
 
 def _check_objective(config: RunConfig) -> None:
