@@ -84,7 +84,7 @@ def finetune(
     from whimbrel.train.config import build_run_config
 
     configure_logging()
-    adapters = _adapters(full, lora_rank, weights)
+    adapters = _adapters(full, lora_rank, weights, context.args)
     train = {"clip": 1.0, **_device_defaults(context.args, full=full), **_length(context.args, epochs)}
     table = {
         "output_dir": str(out_dir),
@@ -123,13 +123,15 @@ def _run(config: RunConfig, overrides: Sequence[str], dry_run: bool, plain: bool
         run_training(config, file, session, plain=plain, exit_143=False, nproc=nproc, max_restarts=0)
 
 
-def _adapters(full: bool, rank: int | None, weights: str | None) -> dict[str, Any]:
+def _adapters(full: bool, rank: int | None, weights: str | None, overrides: Sequence[str]) -> dict[str, Any]:
     """The section [lora], unless all weights are trained."""
     from whimbrel.base.errors import ConfigError
 
     for option, value in (("--lora-rank", rank), ("--weights", weights)):
         if full and value is not None:
             raise ConfigError(f"{option} {value} is for LoRA, but --full trains all weights: leave one of them out")
+    for override in (override for override in overrides if full and override.startswith("--lora.")):
+        raise ConfigError(f"{override} is for LoRA, but --full trains all weights: leave one of them out")
     rank = 16 if rank is None else rank
     return {} if full else {"lora": {"rank": rank, "alpha": 2.0 * rank}}
 

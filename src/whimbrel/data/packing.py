@@ -247,7 +247,7 @@ def _encode_samples(
             continue
         if template is None:
             raise ConfigError(
-                "expected a chat template for conversations, but the model has none: choose one, such as data.template "
+                "expected a chat template for conversations, got none: choose one, such as data.template "
                 "= chatml (with `whimbrel finetune`, --template chatml)"
             )
         pending: deque[Sample] = deque()  # read ahead by encode_for_training, which encodes batches
