@@ -142,6 +142,7 @@ def test_save_and_stop_are_sent_to_the_run(page: Page) -> None:
     assert (save.text, stop.text) == ("Save", "Stop")
     save.click()
     page.until(lambda: page.actions == ["save"])
+    page.until(lambda: page.find("#status").text == "runs/live (step 8) will save")
     stop.click()
     page.browser.switch_to.alert.dismiss()
     stop.click()

@@ -2,7 +2,7 @@
 // samples cannot inject HTML.
 
 const find = (id) => document.getElementById(id);
-const POLL_RUNNING = 1000, POLL_IDLE = 5000; // milliseconds
+const POLL_RUNNING = 1000, POLL_IDLE = 5000, NOTICE = 8000; // milliseconds
 const GIB = 2 ** 30;
 const MAX_SAMPLES = 6; // older ones are folded
 const MAX_SELECTED = 5; // runs that are selected when the page is opened
@@ -24,6 +24,7 @@ const curves = new Map(); // by name
 let version = 0;
 let charts = [];
 let layout = ""; // what the current charts were made for
+let noticeEnd = 0; // until when the reply of a run is shown
 let shownSamples = "";
 let timer = null;
 let request = null; // aborts the request that is running
@@ -86,13 +87,14 @@ async function refresh() {
       version = 0;
       if (selected.size) return void refresh();
     }
-    showStatus(describe());
+    if (Date.now() >= noticeEnd) showStatus(describe());
     showRuns();
     if (Object.keys(reply.curves).length) draw();
   } catch (error) {
     if (own.signal.aborted) return;
     const lost = error instanceof TypeError; // fetch could not connect
-    showStatus(lost ? "Disconnected. To see these runs again: whimbrel watch" : error.message, true);
+    const names = runs.length <= 3 ? runs.map((run) => ` ${run.name}`).join("") : "";
+    showStatus(lost ? `Disconnected. To see the runs again: whimbrel watch${names}` : error.message, true);
   }
   const wait = runs.some((run) => run.state === "running") ? POLL_RUNNING : POLL_IDLE;
   if (!document.hidden) timer = setTimeout(refresh, wait);
@@ -119,6 +121,7 @@ async function control(run, action) {
   } catch (error) {
     showStatus(error.message, true);
   }
+  noticeEnd = Date.now() + NOTICE;
 }
 
 // ---------------------------------------------------------------------------------------------- table
