@@ -252,7 +252,6 @@ function draw() {
 function createChart(chart, series, data, axis, logarithmic) {
   const isLoss = chart.field === "loss";
   const figure = element("figure", { className: isLoss ? "main" : "", tabIndex: 0, ariaLabel: `${chart.title} by ${AXIS_NAMES[axis]}` });
-  figure.setAttribute("role", "group");
   const note = isLoss ? " train (solid), validation (dashed), resumes (dotted vertical lines)" : "";
   const values = element("p", { className: "values" });
   figure.append(element("figcaption", {}, chart.title, element("span", { textContent: note })));
