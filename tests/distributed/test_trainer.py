@@ -203,10 +203,10 @@ def test_too_few_micro_batches_for_a_schedule_are_rejected(schedule: Any, micro_
 @pytest.mark.parametrize(
     ("layout", "train", "options", "message"),
     [
-        (PP, {"precision": "fp16"}, {}, "fp16 does not work with a pipeline .*: use bf16"),
+        (PP, {"precision": "fp16"}, {}, "fp16 does not work with pipeline parallelism .*: use bf16"),
         (PP, {"accumulation": 1}, {}, "needs at least 2 micro-batches a step, got 1: set train.accumulation"),
-        (PP, {}, {"compute_loss_func": print}, "compute_loss_func does not work with a pipeline"),
-        (PP, {}, {"compute_metrics": print}, "compute_metrics does not work with a pipeline"),
+        (PP, {}, {"compute_loss_func": print}, "compute_loss_func does not work with pipeline parallelism"),
+        (PP, {}, {"compute_metrics": print}, "compute_metrics does not work with pipeline parallelism"),
         (PP, {}, {"ema": True}, "ema.decay .EmaCallback. does not work with a model that is spread over ranks"),
         (TP, {}, {"sample": True}, "sample.every .SampleCallback. does not work with a model that is spread over"),
         (TP, {"precision": "fp16"}, {}, "fp16 does not work with parallel.tp = 2: use bf16"),

@@ -248,9 +248,9 @@ def test_errors_raise_the_client_exceptions(client):
     with pytest.raises(openai.BadRequestError) as excinfo:
         client.chat.completions.create(model="tiny", messages=user, tools=[tool])
     assert (excinfo.value.param, excinfo.value.code) == ("tools", "invalid_value")
-    assert "no place for tools" in excinfo.value.message
+    assert "does not support tools" in excinfo.value.message
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    with pytest.raises(openai.BadRequestError, match="no place for tool calls"):
+    with pytest.raises(openai.BadRequestError, match="does not support tool calls"):
         client.chat.completions.create(model="tiny", messages=[*user, {"role": "assistant", "tool_calls": [call]}])
     with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
         client.chat.completions.create(model="tiny", messages=user, response_format={"type": "json_object"})

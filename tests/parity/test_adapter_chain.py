@@ -74,7 +74,7 @@ def test_the_base_model_is_not_the_base_of_the_second_run(folder, tmp_path, caps
     options = ("--merge", "--device", "cpu", "--base", folder / "base")
     assert command("finalize", folder / "dpo", tmp_path / "merged", *options) == 2
     [error] = capsys.readouterr().err.splitlines()
-    assert "is an adapter of a model with other weights than" in error
+    assert "was trained on a base model with different weights than" in error
     assert "(--base)" in error
 
 

@@ -19,7 +19,7 @@ __all__ = ["export", "finalize", "push"]
 
 GGUF = ".gguf"
 MAX_TOKENS = 2**20
-"""Default limit of held-out tokens."""
+"""Default number of held-out tokens to evaluate."""
 
 Source = Annotated[
     Path,
@@ -43,7 +43,7 @@ IgnoreRecipe = Annotated[
     bool,
     typer.Option("--ignore-qat-recipe", help="Allow a recipe other than the one the run was trained for (QAT)."),
 ]
-Merge = Annotated[bool, typer.Option("--merge", help="Add the adapters of a run to the weights of its base model.")]
+Merge = Annotated[bool, typer.Option("--merge", help="Merge the adapters into the weights of the base model.")]
 
 
 def finalize(
@@ -76,8 +76,8 @@ def finalize(
 ) -> None:
     """Prepare a model for publishing: quantize it, add tokenizer, chat template, generation settings and a model card.
 
-    The held-out loss before and after is printed and recorded in README.md and finalize.json. A run with adapters gives
-    a PEFT directory, or with --merge a complete model.
+    The held-out loss before and after is printed and recorded in README.md and finalize.json. A run with adapters
+    becomes a PEFT directory, or a complete model with --merge.
     """
     from whimbrel.tokenization.chat_template import read_template
 
@@ -121,7 +121,7 @@ def _finalize(
     base: Path | None = None,
     device: str | None = None,
 ) -> None:
-    """Write the model directory `out` and print what it contains; `name` is the model's name if it is not `out`."""
+    """Write the model directory `out` and print a summary; `name` is the model's name (default: `out`)."""
     import torch
 
     from whimbrel.config import load_toml
@@ -165,7 +165,7 @@ def _finalize(
 
 
 def _check_unmerged(options: Mapping[str, object]) -> None:
-    """Raise for options that change weights, which a PEFT directory does not contain."""
+    """Raise for options that change the base weights, which a PEFT directory does not contain."""
     for option in (option for option, value in options.items() if value is not None):
         raise ConfigError(f"{option} needs --merge for a model with adapters: add it, or omit {option}")
 
@@ -211,7 +211,7 @@ def _generation_fields(
 
 
 def _card_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run for its model card, without local paths and training settings that have their default."""
+    """The settings of a run for its model card, without local paths and without defaults in [train]."""
     from whimbrel.config import to_table
     from whimbrel.model_io.adapter import base_reference
     from whimbrel.model_io.hub import is_hub_id
@@ -276,10 +276,10 @@ def _print_result(name: str, result: FinalizeResult) -> None:
 
 def push(
     source: Source,
-    repo: Annotated[str, typer.Argument(help="The model on the Hub, as owner/name; it is created if necessary.")],
-    private: Annotated[bool, typer.Option("--private", help="Create a private model.")] = False,
+    repo: Annotated[str, typer.Argument(help="Hub repository, as owner/name; created if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
     revision: Annotated[
-        str | None, typer.Option(help="Branch to upload to; it is created if necessary. (default: main)")
+        str | None, typer.Option(help="Branch to upload to; created if it does not exist. (default: main)")
     ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="Which checkpoint of a run to use: latest, best or a step. (default: latest)")
@@ -289,9 +289,9 @@ def push(
 ) -> None:
     """Upload a model to the Hugging Face Hub, with tokenizer, chat template and model card.
 
-    A run is finalized first, as by `whimbrel finalize`, with the held-out loss in the model card. The result of
-    `whimbrel finalize` is uploaded as it is, so use that command to quantize. A run with adapters gives a PEFT
-    repository, or with --merge a complete model. Optimizer state and logs are never uploaded. Log in with `hf auth
+    A run is finalized first, as by `whimbrel finalize`, with the held-out loss in the model card. A directory
+    written by `whimbrel finalize` is uploaded as is; to quantize, run that first. A run with adapters becomes a PEFT
+    repository, or a complete model with --merge. Optimizer state and logs are never uploaded. Log in with `hf auth
     login`, or set HF_TOKEN. Needs the extra `hub`.
     """
     from tempfile import TemporaryDirectory
@@ -316,7 +316,7 @@ def push(
 
 
 def _check_adapter_base(directory: Path) -> None:
-    """Raise if nobody else could load the adapters in a directory, because their base model is not on the Hub."""
+    """Raise if the base model of the adapters in a directory is not on the Hub: others could not load them."""
     from whimbrel.model_io.adapter import ADAPTER_CONFIG
     from whimbrel.model_io.hub import is_hub_id
     from whimbrel.model_io.weights import read_json

@@ -24,9 +24,9 @@ LEARNING_RATES = {
     "dpo": (2e-5, 1e-6),
     "orpo": (5e-5, 8e-6),
 }
-"""Peak learning rates of adapters and of all weights, by objective."""
+"""Peak learning rates by objective: with LoRA, and with --full."""
 MIN_STEPS_PER_EPOCH = 20
-"""Small datasets get smaller batches, so that an epoch has at least this many steps if possible."""
+"""Small datasets get a smaller batch size, so that an epoch has at least this many steps if possible."""
 SHOWN_CHARACTERS = 1000
 SESSION_OPTIONS = ("--resume.", "--overwrite")
 
@@ -35,14 +35,12 @@ def finetune(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(
-            help="The model to start from: a model directory, a run, or owner/name on the Hugging Face Hub."
-        ),
+        typer.Argument(help="Model to fine-tune: a model directory, a run, or owner/name on the Hugging Face Hub."),
     ],
     data: Annotated[
         list[str], typer.Argument(help="Chats, preference pairs or text: jsonl, parquet, directories, Hub datasets.")
     ],
-    out_dir: Annotated[Path, typer.Option(help="Run directory; a run in it is resumed.")],
+    out_dir: Annotated[Path, typer.Option(help="Output directory; an existing run in it is resumed.")],
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of LoRA adapters.")] = False,
     lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters. (default: 16)")] = None,
     weights: Annotated[
@@ -57,17 +55,17 @@ def finetune(
         int | None, typer.Option(help="Tokens per sequence. (default: the model's context, at most 2048)")
     ] = None,
     val: Annotated[float | None, typer.Option(help="Fraction of the samples to hold out for validation.")] = None,
-    data_format: Annotated[
-        str | None, typer.Option("--format", help="Format of the data, if it should not be detected.")
-    ] = None,
+    data_format: Annotated[str | None, typer.Option("--format", help="Format of the data. (default: detected)")] = None,
     template: Annotated[
         str | None, typer.Option(help="Chat template for a model without one: chatml, llama3, mistral, ...")
     ] = None,
-    train_on: Annotated[str, typer.Option(help="Turns with loss: assistant, last or all.")] = "assistant",
-    too_long: Annotated[str, typer.Option(help="Samples longer than a sequence: truncate or drop.")] = "truncate",
+    train_on: Annotated[str, typer.Option(help="Turns to train on: assistant, last or all.")] = "assistant",
+    too_long: Annotated[
+        str, typer.Option(help="Samples longer than the sequence length: truncate or drop.")
+    ] = "truncate",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip and count invalid samples.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Read the data, print what would be trained, write the config and stop.")
+        bool, typer.Option("--dry-run", help="Print a summary of the data and write the config, but do not train.")
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
     nproc: Annotated[
@@ -76,8 +74,8 @@ def finetune(
 ) -> None:
     """Fine-tune a model on chats, preference pairs or text.
 
-    Trains LoRA adapters by default. Prints what it found in the data, writes the equivalent configuration to
-    OUT_DIR/config.toml (for `whimbrel train`), and trains. Any setting can be overridden with --section.name=value.
+    Trains LoRA adapters by default. Prints a summary of the data, writes the equivalent configuration to
+    OUT_DIR/config.toml (for `whimbrel train`), and trains. Override any setting with --section.name=value.
     """
     from whimbrel.config import apply_overrides
     from whimbrel.model_io.hub import resolve_path
@@ -85,7 +83,7 @@ def finetune(
 
     configure_logging()
     adapters = _adapters(full, lora_rank, weights, context.args)
-    train = {"clip": 1.0, **_device_defaults(context.args, full=full), **_length(context.args, epochs)}
+    train = {"clip": 1.0, **_device_defaults(context.args, full=full), **_run_length(context.args, epochs)}
     table = {
         "output_dir": str(out_dir),
         "model": {"path": str(resolve_path(model).resolve()), **_given(weights=weights)},
@@ -104,7 +102,7 @@ def finetune(
 
 
 def _run(config: RunConfig, overrides: Sequence[str], dry_run: bool, plain: bool, nproc: int | None) -> None:
-    """Tokenize the data, print what was found, write the config, and train."""
+    """Tokenize the data, print a summary, write the config, and train."""
     from whimbrel.train.initial_model import has_checkpoint
     from whimbrel.train.run_directory import record_settings
     from whimbrel.train.samples import prepare_samples
@@ -149,14 +147,14 @@ def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _length(overrides: Sequence[str], epochs: float | None) -> dict[str, float]:
+def _run_length(overrides: Sequence[str], epochs: float | None) -> dict[str, float]:
     """The run length, unless an override sets it in steps or tokens."""
     is_set = any(override.startswith(("--train.steps", "--train.tokens=", "--train.epochs")) for override in overrides)
     return {} if is_set and epochs is None else {"epochs": 2.0 if epochs is None else epochs}
 
 
 def _device_defaults(overrides: Sequence[str], *, full: bool) -> dict[str, Any]:
-    """On a GPU: torch.compile and bf16, also for frozen weights."""
+    """On a GPU: torch.compile and bf16; frozen weights are stored in bf16, too."""
     from whimbrel.train.device import choose_device
 
     chosen = [override.partition("=")[2] for override in overrides if override.startswith("--train.device=")]
@@ -167,28 +165,28 @@ def _device_defaults(overrides: Sequence[str], *, full: bool) -> dict[str, Any]:
 
 
 def _with_batch_size(config: RunConfig, samples: PreparedSamples, ranks: int) -> RunConfig:
-    """The config with `tokens_per_step` for the size of the data, unless it is set."""
+    """Choose `tokens_per_step` by the size of the data, unless the batch size is set."""
     from dataclasses import replace
 
-    from whimbrel.train.finetune import rows_of
+    from whimbrel.train.finetune import build_dataset
 
     train = config.train
     if train.tokens_per_step is not None or train.accumulation is not None:
         return config
-    rows, _ = rows_of(samples.train, config, samples.tokenizer.eot_id)
+    rows, _ = build_dataset(samples.train, config, samples.tokenizer.eot_id)
     default = config.tokens_per_step // config.sequence_length
     micro_batch = (train.micro_batch or 1) * ranks
     count = max(1, min(default, len(rows) // MIN_STEPS_PER_EPOCH) // micro_batch)
-    power_of_two = 1 << (count.bit_length() - 1)  # so that there are many choices of a micro-batch
+    power_of_two = 1 << (count.bit_length() - 1)  # divisible by many micro-batch sizes
     tokens = power_of_two * micro_batch * config.sequence_length
     return replace(config, train=replace(train, tokens_per_step=tokens))
 
 
-# What is printed before training
+# Summary before training
 
 
 def _describe(config: RunConfig, samples: PreparedSamples, ranks: int) -> Iterator[str]:
-    from whimbrel.train.finetune import rows_of
+    from whimbrel.train.finetune import build_dataset
 
     stats, report, pairs = samples.stats, samples.report, samples.train.pair
     formats = ", ".join(f"{name} ({kind})" for name, kind in report.formats.items())
@@ -197,11 +195,11 @@ def _describe(config: RunConfig, samples: PreparedSamples, ranks: int) -> Iterat
     yield _line(
         "",
         f"{_count(stats.samples, kind)}, {stats.tokens:,} tokens ({stats.supervised_share:.0%} supervised), "
-        f"the longest {'answer' if pairs else 'sample'} has {stats.longest:,}",
+        f"longest {'answer' if pairs else 'sample'}: {stats.longest:,} tokens",
     )
     added = f", {len(samples.added_tokens)} special tokens added" if samples.added_tokens else ""
     yield _line("Template", f"{samples.template_name}{added}")
-    rows, _ = rows_of(samples.train, config, samples.tokenizer.eot_id)
+    rows, _ = build_dataset(samples.train, config, samples.tokenizer.eot_id)
     if config.data.packing:
         packed = f"{_count(len(rows), 'sequence')} of {config.sequence_length:,} tokens, {rows.fill_rate:.0%} full"
         yield _line("Packed", packed)
@@ -226,9 +224,9 @@ def _warnings(config: RunConfig, samples: PreparedSamples) -> Iterator[str]:
     limit = f"{config.sequence_length:,} tokens (--sequence-length)"
     counts = {
         f"truncated to {limit}": stats.truncated,
-        f"dropped, because they are longer than {limit}": stats.dropped,
-        "without a special token at the end: the model does not learn to stop from them": stats.unterminated,
-        "with answers that start within a token: prompts will end differently": stats.misaligned,
+        f"dropped: longer than {limit}": stats.dropped,
+        "without a special token at the end: the model will not learn to stop from them": stats.unterminated,
+        "with answers that start within a token: prompts are tokenized differently at inference": stats.misaligned,
         **{f"skipped: {reason}": count for reason, count in report.skipped.items()},
     }
     yield from (_line("Warning", f"{_count(count, 'sample')} {text}") for text, count in counts.items() if count)
@@ -242,7 +240,7 @@ def _example(samples: PreparedSamples) -> Iterator[str]:
     for number, name in enumerate(names):
         text = mark_supervised(samples.tokenizer, *samples.train[number])
         shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
-        yield f"{name} (supervised parts in [[ ]]):"
+        yield f"{name} (supervised text in [[ ]]):"
         yield from (f"  {escape_controls(line)}" for line in shown.splitlines())
 
 
@@ -250,7 +248,7 @@ def _training(config: RunConfig, rows: int) -> str:
     objective, lora, weights = config.objective.name, config.lora, config.model.weights
     on = "all linear layers" if lora is None or lora.modules is None else ", ".join(lora.modules)
     kind = "DoRA" if lora is not None and lora.use_dora else "LoRA"
-    what = "all weights" if lora is None else f"{kind} of rank {lora.rank} on {on}"
+    what = "all weights" if lora is None else f"{kind} rank {lora.rank} on {on}"
     quantized = "" if weights is None else f", {weights} weights"
     per_step = config.tokens_per_step // config.sequence_length
     epoch = -(-rows // per_step)
@@ -260,7 +258,7 @@ def _training(config: RunConfig, rows: int) -> str:
         if config.train.epochs is None
         else f"{config.train.epochs:g} epochs of {_count(epoch, 'step')}"
     )
-    batch = f"{_count(per_step, 'sequence')} each"
+    batch = f"{_count(per_step, 'sequence')} per step"
     return f"{objective}, {what}{quantized}; {length}, {batch}; learning rate {config.optim.lr:g}"
 
 
@@ -281,5 +279,5 @@ def _memory(config: RunConfig, ranks: int) -> str:
     except WhimbrelError as error:
         return f"not predicted: {error}"
     parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in prediction.at_peak.items())
-    rank = "" if ranks == 1 else " of a rank"
-    return f"{format_bytes(prediction.peak)} at the peak{rank} ({parts})"
+    rank = "" if ranks == 1 else " per rank"
+    return f"{format_bytes(prediction.peak)} peak{rank} ({parts})"

@@ -37,7 +37,7 @@ Model = Annotated[
 ]
 Base = Annotated[
     Path | None,
-    typer.Option(help="The base model of an adapter, if it is not where it was when the adapter was trained."),
+    typer.Option(help="Base model of an adapter, if it has moved since training."),
 ]
 Quantize = Annotated[
     str | None, typer.Option(help="Quantize an unquantized model while loading: int8, int8-dynamic, int4 or fp8.")

@@ -13,10 +13,10 @@ __all__ = ["init", "recipes"]
 
 
 def recipes() -> None:
-    """List the recipes: configurations to run by name, or to copy and edit.
+    """List the built-in recipes: configurations to run by name, or to copy and edit.
 
-    The model's size is its number of parameters, and the loss is the final validation loss per token. Losses and
-    times were measured on the data and hardware that the recipe names; memory with ~ is predicted.
+    Model sizes are in parameters; losses are final validation losses per token. Losses and times were measured on the
+    data and hardware named in the recipe; memory marked with ~ is predicted.
     """
     from whimbrel.config import read_recipe, recipe_files
 
@@ -34,7 +34,7 @@ def recipes() -> None:
 
 
 def _model_size(file: Path) -> str:
-    """The number of parameters, unless the recipe starts from a model of the user."""
+    """The number of parameters, unless the user chooses the model (fine-tuning)."""
     import torch
 
     from whimbrel.config import load_toml
@@ -48,15 +48,15 @@ def _model_size(file: Path) -> str:
 
 
 def init(
-    name: Annotated[str, typer.Argument(help="A recipe of `whimbrel recipes`.")],
+    name: Annotated[str, typer.Argument(help="Name of a recipe; `whimbrel recipes` lists them.")],
     path: Annotated[
         Path | None, typer.Argument(help="File to write, or a directory for it. (default: NAME.toml)")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Copy a recipe to a TOML file, to edit it.
+    """Copy a recipe to a TOML file for editing.
 
-    Its comments explain the settings; `whimbrel train --settings` lists all.
+    Comments in the file explain the settings; `whimbrel train --settings` lists all of them.
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.base.files import atomic_file

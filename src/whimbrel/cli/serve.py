@@ -30,7 +30,7 @@ Adapters = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=PATH",
-        help="Serve an adapter of the model, too, to requests with this model id; can be repeated.",
+        help="Also serve this adapter, with NAME as its model id for clients; can be repeated.",
     ),
 ]
 
@@ -143,7 +143,7 @@ def _parse_adapters(options: Sequence[str]) -> dict[str, Path]:
         if not (name and separator and path):
             raise ConfigError(f"expected --adapter NAME=PATH, got '{option}'")
         if name in adapters:
-            raise ConfigError(f"--adapter {name} is given twice: choose another name for one of them")
+            raise ConfigError(f"--adapter {name} is given twice: rename one of them")
         adapters[name] = Path(path)
     return adapters
 

@@ -1,12 +1,12 @@
 """Several LoRA adapters of one base model in one batch: each sequence has its own adapter, or none.
 
-Each linear layer has the A matrices of all adapters below each other and their B matrices side by side. A batch is
-multiplied with all of them, and the products with A that belong to other adapters are set to zero in between:
+Each linear layer stacks the A matrices of all adapters vertically and their B matrices horizontally. The batch is
+multiplied by all of them, and in between, the columns that belong to other adapters are masked:
 
     y = W x + B (mask * A x)      mask: 1 for the ranks of the sequence's adapter, else 0
 
-So a layer runs two more matrix products whatever the mix of adapters is, without gathering weights per sequence, and
-the shapes never change, which CUDA graphs and compiled code need. The cost grows with the sum of the ranks.
+So a layer runs two extra matmuls for any mix of adapters, without gathering weights per sequence. Shapes never change,
+as CUDA graphs and compiled code require. The cost grows with the sum of the ranks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ LayerModules = Sequence[Sequence[tuple[LoraConfig, AdapterModule]]]
 
 
 class AdapterSelection:
-    """The adapters of the sequences of the current batch: 0 for none, else 1, 2, ... in the order of `names`."""
+    """The adapter of each sequence in the current batch: 0 for none, or 1, 2, ... in the order of `names`."""
 
     def __init__(self, names: Sequence[str], max_batch: int, device: torch.device) -> None:
         self.names = tuple(names)
         self.indices = torch.zeros(max_batch, dtype=torch.long, device=device)
-        """Read by the layers; its address never changes, so that a CUDA graph can read it."""
+        """Read by the layers. Updated in place, because CUDA graphs read it."""
         self._current: list[int] = [0] * max_batch
 
     def index(self, name: str | None) -> int | None:
@@ -51,7 +51,7 @@ class AdapterSelection:
         return self.names.index(name) + 1 if name in self.names else None
 
     def set(self, indices: Sequence[int]) -> None:
-        """Choose the adapters of the first sequences of the batch."""
+        """Set the adapters of the first `len(indices)` sequences."""
         count = len(indices)
         if self._current[:count] != list(indices):
             self._current[:count] = indices
@@ -68,7 +68,7 @@ class MultiLoraLinear(nn.Linear):
     mask: Tensor
     """(adapters + 1, sum of ranks): 1 for the ranks of each adapter."""
     gain: Tensor | None
-    """(adapters + 1, output features): the factors of DoRA, if any adapter of the layer has them."""
+    """(adapters + 1, output features): DoRA's magnitude / norm, if any adapter of the layer uses DoRA."""
 
     def __init__(
         self, linear: nn.Linear, modules: LayerModules, selection: AdapterSelection, dtype: torch.dtype
@@ -83,7 +83,7 @@ class MultiLoraLinear(nn.Linear):
             self.register_buffer(name, buffer, persistent=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """The output of the layer, with the adapter of each sequence."""
+        """Apply the layer with the adapter of each sequence."""
         indices_B = self.selection.indices[: x_BTC.size(0)]
         y = F.linear(x_BTC, self.weight, self.bias if self.gain is None else None)
         hidden_BTR = F.linear(x_BTC, self.down) * self.mask[indices_B][:, None]
@@ -119,9 +119,9 @@ def _stack(linear: nn.Linear, modules: LayerModules) -> tuple[Tensor, Tensor, Te
 
 
 def with_adapters(model: GPT, adapters: Mapping[str, Adapter], max_batch: int) -> tuple[GPT, AdapterSelection]:
-    """A model with several adapters, which shares the weights of `model`, and the selection among them."""
+    """A copy of `model` that shares its weights and has several adapters, and the selection among them."""
     if find_lora_config(model) is not None:
-        raise ConfigError("adapters: expected a base model without adapters, got one that has them: merge it first")
+        raise ConfigError("adapters: expected a base model without adapters, got one with adapters: merge them first")
     weight = model.token_embedding.weight
     selection = AdapterSelection(list(adapters), max_batch, weight.device)
     by_linear: dict[str, list[list[tuple[LoraConfig, AdapterModule]]]] = {}
@@ -145,9 +145,9 @@ def with_adapters(model: GPT, adapters: Mapping[str, Adapter], max_batch: int) -
 def open_adapter(
     name: str, path: str | os.PathLike[str], model: GPT, base: ModelLocation | None, tokenizer: Tokenizer | None
 ) -> tuple[Adapter, ModelSource | None]:
-    """Read an adapter of `model`, which is at `base`, and open its tokenizer and chat template.
+    """Read an adapter of `model`, which was loaded from `base`, and open its tokenizer and chat template.
 
-    `tokenizer` is that of the model, for adapters without one. Without `base`, only the adapter itself is read.
+    Adapters without a tokenizer use `tokenizer`, the model's. Without `base`, only the adapter itself is read.
     """
     directory = model_path(path)
     if adapter_vocab_size(directory):
@@ -167,6 +167,6 @@ def open_adapter(
 
 def _own_embeddings(name: str) -> ConfigError:
     return ConfigError(
-        f"adapter {name} has its own embeddings of some tokens, which is not supported next to others: serve it "
-        "alone, or merge it"
+        f"adapter {name} has trained token embeddings, which cannot be combined with other adapters: serve it alone, "
+        "or merge it"
     )

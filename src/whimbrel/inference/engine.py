@@ -82,8 +82,8 @@ class Stats:
 class Engine:
     """`add_request` at any time, call `step` while `busy`, `abort` requests that are no longer needed.
 
-    The output of a request does not depend on what else is in the batch. With `adapters`, by name, each request chooses
-    one or none; the engine then has its own layers, which share the weights of `model`. Not thread-safe.
+    The output of a request does not depend on what else is in the batch. With `adapters`, by name, each request selects
+    one or none; the engine then uses a copy of `model` that shares its weights. Not thread-safe.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class Engine:
         return request_id
 
     def adapter_index(self, name: str | None) -> int:
-        """The index of an adapter, 0 for the base model; raises RequestError if there is no adapter of that name."""
+        """The index of an adapter, 0 for the base model; raises RequestError for an unknown name."""
         index = 0 if name is None else None if self._selection is None else self._selection.index(name)
         if index is None:
             names = ", ".join(self._selection.names) if self._selection is not None else "none"
-            raise RequestError(f"adapter: expected one of the adapters of the engine ({names}), got '{name}'")
+            raise RequestError(f"adapter: expected one of the loaded adapters ({names}), got '{name}'")
         return index
 
     def abort(self, request_id: int, sample: int | None = None) -> None:

@@ -123,7 +123,7 @@ class LLM:
                 vocabularies = [each.pipeline.get_vocab() for each in (source.tokenizer, self.tokenizer)]
                 if vocabularies[0] != vocabularies[1]:
                     raise ConfigError(
-                        f"adapters: expected the tokenizer of the base model for '{name}', got another: load it alone"
+                        f"adapters: expected '{name}' to use the base model's tokenizer, got another: load it alone"
                     )
 
     @property
@@ -269,9 +269,7 @@ class LLM:
     ) -> RequestOutput:
         """The answer to a conversation, rendered with the model's or the adapter's chat template.
 
-        `tools` are JSON schemas of functions; calls are part of the text.
-
-        Other options are those of `generate`.
+        `tools` are JSON schemas of functions; calls are not parsed from the text. Other options are as in `generate`.
         """
         if self.tokenizer is None:
             raise RequestError("expected a tokenizer to chat, got none: pass tokenizer to LLM")
@@ -340,7 +338,7 @@ class LLM:
         return as_token_set(stop_ids) | (self.eos_ids if source is None else {*source.generation_config.eos_token_ids})
 
     def _source(self, adapter: str | None) -> ModelSource | None:
-        """Tokenizer, chat template and generation defaults of an adapter; None if they are those of the model."""
+        """Tokenizer, chat template and generation defaults of an adapter; None: use the model's."""
         self.engine.adapter_index(adapter)
         return None if adapter is None else self._adapters[adapter]
 

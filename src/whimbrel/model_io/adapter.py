@@ -58,12 +58,12 @@ __all__ = [
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_INFO = "base_model.json"
-"""Written by training: a fingerprint and a few values of the base model, and the format of its quantized weights."""
+"""Written by training: a fingerprint and sampled values of the base model, and its quantization format, if any."""
 SAMPLED_ROWS, SAMPLED_COLUMNS = 8, 2
-"""Values of each linear layer by which base models are told apart."""
-SAME_WEIGHTS, SAME_BEFORE_QUANTIZATION = 2**-8, 0.3
-"""Largest relative difference (rms) of these values for the same base model. bf16 rounds by up to 2**-8, typically by
-0.0016; 4-bit weights differ by about 0.1 from the original; unrelated weights by 1.4."""
+"""Number of values sampled from each linear layer to identify the base model."""
+MAX_DIFFERENCE, MAX_DIFFERENCE_QUANTIZED = 2**-8, 0.3
+"""Maximum relative RMS difference of the sampled values of the same base model. bf16 rounds by up to 2**-8, typically
+by 0.0016; 4-bit weights differ by about 0.1 from the original; unrelated weights by 1.4."""
 PREFIX = "base_model.model."
 """Prefix of the names of all tensors of an adapter."""
 SUFFIXES = {
@@ -72,10 +72,10 @@ SUFFIXES = {
     "lora_magnitude_vector": ".lora_magnitude_vector",
     "trainable_tokens": ".token_adapter.trainable_tokens_delta",
 }
-"""The end of the name in PEFT of each parameter of an adapter. The rows of trainable tokens are not differences."""
+"""PEFT's name suffix for each adapter parameter. Despite its name, trainable_tokens_delta has complete rows."""
 TOKENS_SUFFIX = SUFFIXES["trainable_tokens"]
 COMPLETE_SUFFIXES = (".token_adapter.base_layer.weight", ".weight")
-"""The ends of the names of complete embeddings and heads, which PEFT saves if they were resized before training."""
+"""Name suffixes of complete embeddings and heads, which PEFT saves if they were resized before training."""
 BARE_PREFIXES = ("model.", "transformer.")
 """Prefixes that adapters of a model without a head (`AutoModel`) omit."""
 
@@ -150,9 +150,9 @@ class Adapter:
     base_model: str | None
     """`base_model_name_or_path`."""
     tokens: Mapping[str, AdapterTokens]
-    """Trained rows of the embedding and the head, by module of the GPT."""
+    """Trained rows of the embedding and the head, by GPT module name."""
     embeddings: Mapping[str, Tensor]
-    """Complete weights (vocab_size, width), by module of the GPT: of a base model that was resized for training."""
+    """Complete weights (vocab_size, width) by GPT module name, if the base model was resized for training."""
 
 
 # Reading
@@ -192,7 +192,7 @@ def read_adapter(path: str | os.PathLike[str], config: GPTConfig) -> Adapter:
 
 
 def adapter_vocab_size(path: str | os.PathLike[str]) -> int:
-    """The size of the vocabulary that the trained embeddings of an adapter need; 0 if it has none."""
+    """The minimum vocabulary size for the trained embeddings of an adapter; 0 if it has none."""
     indices = _read_config(Path(path)).get("trainable_token_indices") or ()
     try:
         lists = indices.values() if isinstance(indices, dict) else [indices]
@@ -212,8 +212,8 @@ def adapter_vocab_size(path: str | os.PathLike[str]) -> int:
 
 def _invalid_indices(directory: Path, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"{directory / ADAPTER_CONFIG}: expected trainable_token_indices to be a list of token ids, or one for each "
-        f"module, got {value!r}"
+        f"{directory / ADAPTER_CONFIG}: expected trainable_token_indices to be a list of token ids, or a dict of lists "
+        f"by module, got {value!r}"
     )
 
 
@@ -228,9 +228,9 @@ def _embedding_modules(config: GPTConfig) -> dict[str, str]:
 def _take_embeddings(
     directory: Path, table: Mapping[str, Any], tensors: dict[str, Tensor], config: GPTConfig
 ) -> tuple[dict[str, AdapterTokens], dict[str, Tensor]]:
-    """Remove the tensors of embedding and head from `tensors`: trained rows, and complete weights.
+    """Pop the tensors of embedding and head from `tensors`: trained rows, and complete weights.
 
-    PEFT also saves what a tied head shares with the embedding, which is ignored.
+    PEFT also saves copies for a tied head, which are ignored.
     """
     modules = {alias: name for hf, name in _embedding_modules(config).items() for alias in _aliases(hf)}
     found: dict[str, dict[str, Tensor]] = {TOKENS_SUFFIX: {}, **{suffix: {} for suffix in COMPLETE_SUFFIXES}}
@@ -253,7 +253,9 @@ def _take_embeddings(
             )
         tokens[module] = AdapterTokens(ids, rows)
     for module in found[TOKENS_SUFFIX]:
-        raise CheckpointError(f"{directory}: trained rows of {module} are unexpected (trainable_token_indices)")
+        raise CheckpointError(
+            f"{directory}: unexpected trained rows for {module}, which is not in trainable_token_indices"
+        )
     embeddings = {module: tensor for suffix in COMPLETE_SUFFIXES for module, tensor in found[suffix].items()}
     for module, tensor in embeddings.items():
         if tensor.ndim != 2 or tensor.shape[1] != config.embd_size or len(tensor) > config.vocab_size:
@@ -268,7 +270,7 @@ def _take_embeddings(
 def _token_ids(
     directory: Path, table: Mapping[str, Any], modules: Mapping[str, str], config: GPTConfig
 ) -> dict[str, tuple[int, ...]]:
-    """The ids in `trainable_token_indices`, by module: a list is for the embedding and a head that is tied to it."""
+    """The ids in `trainable_token_indices` by module; a plain list is for the embedding, and a head tied to it."""
     indices = table.get("trainable_token_indices") or {}
     by_name = indices if isinstance(indices, dict) else {"": indices}
     ids: dict[str, tuple[int, ...]] = {}
@@ -393,7 +395,9 @@ def load_adapter_weights(model: GPT, path: str | os.PathLike[str]) -> None:
     settings, saved = _settings(model), {module.target.module: _shape(module) for module in adapter.modules}
     tokens = {name: module.tokens for name, module in trainable_tokens(model).items()}
     if tokens != {name: saved.ids for name, saved in adapter.tokens.items()}:
-        raise CheckpointError(f"{path} has other trainable tokens than this model: use the same tokenizer and template")
+        raise CheckpointError(
+            f"{path} has different trainable tokens from this model: use the same tokenizer and template"
+        )
     if settings != saved or (current.use_rslora, current.use_dora) != (
         adapter.config.use_rslora,
         adapter.config.use_dora,
@@ -424,11 +428,11 @@ def _copy_tensors(model: GPT, adapter: Adapter) -> None:
 
 @torch.no_grad()
 def _copy_embeddings(model: GPT, adapter: Adapter) -> None:
-    """Replace the weights of embedding and head, as PEFT does, by those that were saved with the adapter."""
+    """Replace the weights of embedding and head with those saved with the adapter, as PEFT does."""
     for name, tensor in adapter.embeddings.items():
         weight = model.get_parameter(f"{name}.weight")
         if hasattr(weight, "codes"):
-            raise CheckpointError(f"the adapter has a complete {name}, which is quantized here: use the dense model")
+            raise CheckpointError(f"the adapter replaces {name}, which is quantized here: use the unquantized model")
         weight[: len(tensor)] = tensor.to(weight.device, weight.dtype)
 
 
@@ -436,9 +440,9 @@ def _copy_embeddings(model: GPT, adapter: Adapter) -> None:
 
 
 def base_values(model: GPT, full: Callable[[Tensor], Tensor] = lambda weight: weight) -> dict[str, str]:
-    """A few values of each linear layer of the blocks, by which `check_base` recognizes the base model of an adapter.
+    """A few values of each linear layer in the blocks, for `check_base` to identify the base model of an adapter.
 
-    `full` gathers a weight that is spread over ranks.
+    `full` gathers a sharded weight.
     """
     return {
         name: " ".join(f"{value:.6g}" for value in _sample(full(weight.detach())))
@@ -459,10 +463,10 @@ def _sample(weight: Any) -> list[float]:
 
 
 def check_base(model: GPT, directory: Path, name: object) -> None:
-    """Raise CheckpointError if an adapter was trained on other weights than those of `model`, loaded from `name`.
+    """Raise CheckpointError if an adapter was not trained on the weights of `model`, which was loaded from `name`.
 
-    Differences below the precision of bf16, or of quantized weights, are not found. Adapters of other trainers do not
-    record values, and are not checked.
+    Differences within the precision of bf16, or of quantized weights, go unnoticed. Adapters trained by other libraries
+    do not record values, and are not checked.
     """
     recorded = read_json(directory / BASE_INFO) if (directory / BASE_INFO).is_file() else {}
     if not recorded.get("values"):
@@ -472,10 +476,10 @@ def check_base(model: GPT, directory: Path, name: object) -> None:
         for values in (recorded["values"], base_values(model))
     )
     quantized = recorded.get("weights") is not None or any(hasattr(weight, "codes") for weight in model.parameters())
-    limit = SAME_BEFORE_QUANTIZATION if quantized else SAME_WEIGHTS
+    limit = MAX_DIFFERENCE_QUANTIZED if quantized else MAX_DIFFERENCE
     if len(before) != len(after) or (after - before).norm() > limit * before.norm():
         raise CheckpointError(
-            f"{directory} is an adapter of a model with other weights than {name}: use its own base model (--base)"
+            f"{directory} was trained on a base model with different weights than {name}: pass the original (--base)"
         )
 
 
@@ -491,8 +495,8 @@ def save_adapter(
 ) -> None:
     """Write the adapters of a model as a PEFT directory, atomically.
 
-    `base_model` is recorded as the path or hub id of the base model; default: `base_reference` of what the model was
-    loaded from. `state` has tensors to save instead of the current ones, by parameter name.
+    `base_model` is recorded as the path or hub id of the base model; default: `base_reference` of the path that the
+    model was loaded from. `state` has tensors to save instead of the current ones, by parameter name.
     """
     table = adapter_config(model, base_model=base_model)
     tensors = dict(lora_parameters(model)) if state is None else state
@@ -538,9 +542,9 @@ def adapter_config(model: GPT, *, base_model: str | None = None) -> dict[str, An
 
 
 def base_reference(path: str | os.PathLike[str] | None) -> tuple[str | None, str | None]:
-    """Name and revision under which an adapter records its base model.
+    """Name and revision of a base model, as an adapter records them.
 
-    A snapshot in the cache of huggingface_hub is recorded as the id of the model, other directories by absolute path.
+    A snapshot in the huggingface_hub cache is recorded by its Hub id, other directories by absolute path.
     """
     if path is None or not Path(path).exists():
         return None if path is None else str(path), None

@@ -134,10 +134,10 @@ def finalize_model(
     An adapter is merged with its base model.
 
     Args:
-        name: The model's name in the model card; default: that of the directory.
+        name: The model's name in the model card; default: the name of the directory.
         recipe: Quantize the linear layers, and with `embeddings` also the token embedding and the head.
         dtype: Convert the weights first.
-        base: The base model of an adapter, if it is not where it was when the adapter was trained.
+        base: The base model of an adapter, if it has moved since training.
         generation: Fields to add to `generation_config.json`.
         settings: The config of the training run, for the model card.
         evaluate: Computes the held-out loss; called with the source model and with the result reloaded from disk.
@@ -191,8 +191,8 @@ def finalize_adapter(
 ) -> ModelLocation:
     """Write the adapter of a run or checkpoint as a PEFT directory with tokenizer, chat template and model card.
 
-    The directory appears atomically. `name` is the one in the model card; default: that of the directory. Returns the
-    location of the adapter that was copied.
+    The directory appears atomically. `name` is for the model card; default: the name of the directory. Returns the
+    location of the original adapter.
     """
     location = exportable_location(source, base)
     if location.base is None:
@@ -200,7 +200,7 @@ def finalize_adapter(
     with atomic_directory(out) as directory:
         table = read_json(location.directory / ADAPTER_CONFIG)
         base_model = table.get("base_model_name_or_path")
-        if base is not None or not base_model or Path(base_model).exists():  # else the id of a hub model
+        if base is not None or not base_model or Path(base_model).exists():  # otherwise, it is a Hub id
             base_model, revision = base_reference(location.base.directory)
             table |= {"base_model_name_or_path": base_model, "revision": revision}
         write_json(directory / ADAPTER_CONFIG, table)
@@ -211,7 +211,7 @@ def finalize_adapter(
         copy_text_files(location, directory, base_vocab_size)
         _replace_text_files(directory, chat_template, generation)
         needed = adapter_vocab_size(directory)
-        resize = f"model.resize_token_embeddings({needed})  # for the special tokens that the adapter adds\n"
+        resize = f"model.resize_token_embeddings({needed})  # for the special tokens added in training\n"
         resize = resize if needed > base_vocab_size else ""
         card = ADAPTER_CARD.format(name=name or Path(out).name, base=base_model, resize=resize)
         (directory / MODEL_CARD).write_text(card, encoding="utf-8")
@@ -274,7 +274,7 @@ tags:
 def model_card(title: str, model_type: str, result: FinalizeResult, settings: Mapping[str, Any] | None) -> str:
     """The `README.md` that the Hub displays; `settings` are the config of the training run.
 
-    `title` is the directory or Hub id for the usage examples, too.
+    `title` is also the directory or Hub id in the usage examples.
     """
     quantized = result.recipe is not None
     needs_whimbrel = quantized or model_type == "whimbrel"

@@ -1,6 +1,6 @@
-"""Models on the Hugging Face Hub: `owner/name` as a path, downloaded to the local cache, and uploads.
+"""Models on the Hugging Face Hub: resolving `owner/name` through the local cache, downloading, and uploading.
 
-Needs the extra `hub`. A model in the cache is used without a request to the Hub.
+Needs the extra `hub`. Cached models are used without a request to the Hub.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["cached_model", "check_login", "is_hub_id", "resolve_path", "upload_m
 
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 LOCAL_SUFFIXES = (".bin", ".gguf", ".json", ".safetensors", ".toml")
-"""Names that end like this are files, never models on the Hub."""
+"""Paths with these suffixes are local files, never Hub ids."""
 DOWNLOADED = ("*.json", "*.jinja", "*.safetensors", "merges.txt", "tokenizer.model")
 IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
-"""Weights of other programs, and checkpoints in subdirectories."""
+"""Weights in other formats, and checkpoints in subdirectories."""
 EXPECTED_PATH = (
     "expected a run, a checkpoint, a model directory, a PEFT adapter, a llama2.c .bin file, or owner/name on the "
     "Hugging Face Hub"
@@ -39,8 +39,8 @@ def is_hub_id(name: str | os.PathLike[str]) -> bool:
 def resolve_path(path: str | os.PathLike[str]) -> Path:
     """The path itself if it exists, else the local directory of the Hub model `owner/name` or `owner/name@revision`.
 
-    The model is downloaded unless it is in the cache. If there is a local directory `owner`, the path is taken for a
-    misspelled local one, and nothing is downloaded.
+    The model is downloaded unless it is in the cache. If there is a local directory `owner`, a missing path is assumed
+    to be a typo, and nothing is downloaded.
     """
     source = Path(path)
     if source.exists():
@@ -54,7 +54,7 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
     owner = name.partition("/")[0]
     if Path(owner).is_dir():
         raise CheckpointError(
-            f"no run or model at {source}: check the path (to use the Hub model of that name although there is a "
+            f"no run or model at {source}: check the path (to use the Hub model of that name despite the local "
             f"directory {owner}, run `hf download {name}` first)"
         )
     return _download(name, revision)
@@ -94,7 +94,7 @@ def _split(path: Path) -> tuple[str, str | None]:
 
 
 def _is_complete(directory: Path) -> bool:
-    """Whether the weights are there; other programs may have downloaded a part of the files."""
+    """Whether config and weights are there: another program may have downloaded only some of the files."""
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / CONFIG).is_file():
         return (directory / ADAPTER_WEIGHTS).is_file()
     files = {WEIGHTS}
@@ -107,7 +107,7 @@ def _download(name: str, revision: str | None) -> Path:
     _check_installed(f"{name} does not exist locally; downloading it from the Hugging Face Hub")
     try:
         directory = _snapshot(name, revision, local_files_only=False)
-    except Exception as error:  # each transport of the client has its own exceptions
+    except Exception as error:  # including those of its HTTP client
         raise CheckpointError(
             f"{name} does not exist locally, and cannot be downloaded from the Hugging Face Hub: "
             f"{_reason(error, name, revision)}"

@@ -153,9 +153,9 @@ def open_model(
     *,
     base: str | os.PathLike[str] | ModelLocation | None = None,
 ) -> ModelSource:
-    """Read everything but the weights, so that errors appear before minutes of loading.
+    """Read everything but the weights, so that errors surface before weights are loaded.
 
-    `base` is the base model of an adapter, if it is not where it was when the adapter was trained.
+    `base` is the base model of an adapter, if it has moved since training.
     """
     location = locate_model(path, base)
     if location.root.is_file():
@@ -186,9 +186,9 @@ def load_model(
     model is never in memory; `quantize_embeddings` includes the token embedding and the head. A quantized directory is
     loaded in its own format.
 
-    An adapter is loaded with its base model, whose linear layers are quantized as they were in training unless
-    `quantize` is another format. `merge` adds it to the weights, which makes quantized ones dense; by default, it is
-    merged with unquantized weights only. `base` is its base model, if that is not where it was in training.
+    An adapter is loaded with its base model, whose linear layers are quantized as in training unless `quantize`
+    overrides it. `merge` merges the adapter into the weights, dequantizing them if necessary; by default, it is merged
+    only if the weights are unquantized. `base` is its base model, if it has moved since training.
     """
     location = locate_model(path, base)
     model = _load_model(
@@ -199,7 +199,7 @@ def load_model(
         quantize_embeddings=quantize_embeddings,
         merge=merge,
     )
-    if find_lora_config(model) is None:  # otherwise, it is the path of the base model
+    if find_lora_config(model) is None:  # with adapters, it stays the path of the base model
         model.name_or_path = str(path)
     return model
 
@@ -240,7 +240,7 @@ def load_base_model(
     quantize: str | None = None,
     quantize_embeddings: bool = False,
 ) -> GPT:
-    """Load a model for adapters to be added. If it is an adapter itself, it is merged before weights are quantized."""
+    """Load a model to add adapters to. If it is an adapter itself, it is merged before weights are quantized."""
     if not location.is_adapter:
         return _load_directory(location.directory, device, dtype, quantize, quantize_embeddings)
     if quantize is None:
@@ -265,7 +265,7 @@ def _stored_format(source: Path) -> WeightFormat | None:
 
 
 def read_architecture(location: ModelLocation) -> GPTConfig:
-    """The architecture of a model; the vocabulary of an adapter includes the tokens that were added to train it."""
+    """The architecture of a model; for an adapter, the vocabulary includes tokens that were added in training."""
     config = read_llama2c_config(location.root) if location.root.is_file() else read_config(location.root).config
     for each in location.chain:
         if each.is_adapter:

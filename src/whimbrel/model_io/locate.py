@@ -51,7 +51,7 @@ class ModelLocation:
 
     @property
     def base_weights(self) -> str | None:
-        """The format to which the base model of an adapter was quantized in training."""
+        """The format that the base model of an adapter was quantized to in training."""
         file = self.directory / BASE_INFO
         return read_json(file).get("weights") if self.is_adapter and file.is_file() else None
 
@@ -95,12 +95,12 @@ def _locate(
     directory = model_path(path)
     if directory.is_file() or (directory / CONFIG).is_file():
         if base is not None:
-            raise ConfigError(f"expected an adapter with a base model (--base), got {path}: omit the base model")
+            raise ConfigError(f"--base is for adapters, but {path} is a complete model: omit it")
         return ModelLocation(directory)
     if not (directory / ADAPTER_CONFIG).is_file():
         raise CheckpointError(f"{directory} has no {CONFIG}: {EXPECTED_PATH}")
     if directory.resolve() in seen:
-        raise CheckpointError(f"{directory} is an adapter of itself: pass its base model (--base)")
+        raise CheckpointError(f"{directory} is recorded as its own base model: pass the base model (--base)")
     if isinstance(base, ModelLocation):
         return ModelLocation(directory, base)
     found = _find_base(path, directory) if base is None else base
@@ -119,12 +119,13 @@ def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:
         if (cached := cached_model(str(name), table.get("revision"))) is not None:
             return cached
     if not names:
-        raise CheckpointError(f"{directory} is an adapter that names no base model: pass it (--base)")
+        raise CheckpointError(f"{directory} is an adapter without a recorded base model: pass it (--base)")
     if is_hub_id(names[0]):
-        if not Path(path).exists():  # the adapter was asked for by its Hub id
+        if not Path(path).exists():  # the adapter was given by its Hub id
             return Path(names[0] if table.get("revision") is None else f"{names[0]}@{table['revision']}")
         raise CheckpointError(
-            f"{directory} is an adapter of {names[0]}, which is not downloaded: pass --base {names[0]} to download it"
+            f"{directory} is an adapter of {names[0]}, which is not in the local cache: pass --base {names[0]} to "
+            "download it"
         )
     raise CheckpointError(
         f"{directory} is an adapter of {names[0]}, which does not exist: pass its base model (--base)"
@@ -132,7 +133,7 @@ def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:
 
 
 def model_path(path: str | os.PathLike[str]) -> Path:
-    """The directory that a run or checkpoint keeps its model in, or the path itself, whatever it contains.
+    """The model directory inside a run or checkpoint, or the path itself, whatever it contains.
 
     `owner/name` is downloaded from the Hub if there is no such path (`resolve_path`).
     """

@@ -324,14 +324,14 @@ class GPT(nn.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def num_parameters(self, *, trained: bool | None = None) -> int:
+    def num_parameters(self, *, trainable: bool | None = None) -> int:
         """Number of parameters, without padding rows; a tied head counts once.
 
-        `trained` counts only those that require gradients (True), or only frozen ones (False).
+        `trainable` counts only trainable ones (True), or only frozen ones (False).
         """
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.embd_size
         padded = {id(self.token_embedding.weight), id(self.lm_head.weight)}
-        parameters = (p for p in self.parameters() if trained is None or p.requires_grad == trained)
+        parameters = (p for p in self.parameters() if trainable is None or p.requires_grad == trainable)
         return sum(p.numel() - padding * (id(p) in padded) for p in parameters)
 
     def flops_per_token(self, num_tokens: int) -> int:
@@ -345,7 +345,7 @@ class GPT(nn.Module):
         lookup_rows = config.context_length if config.position == "learned" else 0
         lookup_rows += 0 if config.tied_head else config.vocab_size
         keys = sum(num_tokens if window is None else min(window, num_tokens) for window in config.windows)
-        per_parameter = 6 * self.num_parameters(trained=True) + 4 * self.num_parameters(trained=False)
+        per_parameter = 6 * self.num_parameters(trainable=True) + 4 * self.num_parameters(trainable=False)
         lookups = (6 if self.token_embedding.weight.requires_grad else 4) * lookup_rows * config.embd_size
         return per_parameter - lookups + 12 * config.num_heads * config.head_dim * keys
 

@@ -63,18 +63,18 @@ class LoraConfig:
     """LoRA adapters: rank, scaling and target modules."""
 
     rank: int = 16
-    """Rank of the updates."""
+    """Rank of the adapter matrices A and B."""
     alpha: float = 32.0
-    """Updates are multiplied by `alpha / rank`."""
+    """Adapter outputs are scaled by `alpha / rank`."""
     dropout: float = 0.0
-    """Dropout probability of the inputs of adapters, in training."""
+    """Dropout on the adapter inputs during training."""
     use_rslora: bool = False
-    """Multiply updates by `alpha / sqrt(rank)` instead (rank-stabilized LoRA)."""
+    """Scale by `alpha / sqrt(rank)` instead (rank-stabilized LoRA)."""
     use_dora: bool = False
-    """Train the norm of each row of the weights separately from its direction (weight-decomposed LoRA)."""
+    """Train the magnitude of each weight row separately from its direction (weight-decomposed LoRA, DoRA)."""
     modules: tuple[str, ...] | None = None
-    """Names of the modules with adapters, as in Hugging Face models (q_proj) or in a GPT (c_attn), or the ends of such
-    names. Default: all linear layers except the head."""
+    """Target modules, by their Hugging Face names (q_proj) or their names in a GPT (c_attn); a suffix of the full
+    name is enough. Default: all linear layers except the head."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -332,7 +332,7 @@ def apply_lora(
     head are trained, by module (`token_modules`); a tied head has the rows of the embedding.
     """
     if any(True for _ in lora_linears(model)):
-        raise ConfigError("expected a model without adapters, got one that has them: merge_lora or remove_lora first")
+        raise ConfigError("expected a model without adapters, got one with adapters: merge_lora or remove_lora first")
     selected = select_targets(model.config, config.modules)
     for name in {target.linear: None for target in selected}:
         linear = model.get_submodule(name)

@@ -108,7 +108,7 @@ def linear_distillation_loss(
         largest = int(teacher_ids_NK.max()) if teacher_ids_NK.numel() else 0
         if largest >= vocab_size:
             raise DataError(
-                f"expected a teacher with the vocabulary of the model ({vocab_size} tokens), got token id {largest}"
+                f"expected a teacher with the model's vocabulary ({vocab_size} tokens), got token id {largest}"
             )
     loss = partial(
         _distillation_loss_and_gradient_, teacher_ids_NK, teacher_log_probs_NK, vocab_size, softcap, temperature

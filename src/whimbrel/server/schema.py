@@ -156,7 +156,7 @@ def _validate_tools(value: Any) -> list[dict[str, Any]]:
 
 def _validate_tool_choice(value: Any) -> Any:
     if value not in ("auto", "none"):
-        raise_invalid("tool_choice", "expected tool_choice to be 'auto' or 'none': a call cannot be forced")
+        raise_invalid("tool_choice", "expected tool_choice to be 'auto' or 'none': forcing a call is not supported")
     return value
 
 
@@ -167,7 +167,7 @@ def _validate_arguments(value: Any) -> Any:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(value, str) or not isinstance(arguments, dict):
-        raise_invalid("messages", "expected the arguments of a tool call to be the JSON of an object")
+        raise_invalid("messages", "expected the arguments of a tool call to be a JSON object, encoded as a string")
     return arguments
 
 
@@ -205,7 +205,7 @@ class Function(BaseModel):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""
     strict: Literal[False] | None = None
-    """Constrained arguments are not supported."""
+    """Strict mode needs constrained decoding, which is not supported."""
 
 
 class Tool(BaseModel):
@@ -220,7 +220,7 @@ class FunctionCall(StrictModel):
 
     name: str
     arguments: Annotated[dict[str, Any], BeforeValidator(_validate_arguments, json_schema_input_type=str)]
-    """The JSON of an object."""
+    """A JSON object, encoded as a string."""
 
 
 class MessageToolCall(StrictModel):

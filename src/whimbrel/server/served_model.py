@@ -172,12 +172,12 @@ def load_served_model(
 def open_served_adapters(
     model: ServedModel, path: str | os.PathLike[str], adapters: Mapping[str, str | os.PathLike[str]], **options: Any
 ) -> tuple[list[ServedModel], dict[str, Adapter]]:
-    """Read adapters of the model at `path`, by name: what the server and what the engine needs.
+    """Read adapters of the model at `path`, by name; returns them for the server and for the engine.
 
     `options` are those of `locate_model` for the model.
     """
     if model.name in adapters:
-        raise ConfigError(f"--adapter {model.name}: expected another name than that of the model")
+        raise ConfigError(f"--adapter {model.name}: the name is taken by the model, choose another one")
     served, opened, location = [], {}, locate_model(path, **options)
     for name, adapter in adapters.items():
         opened[name], source = open_adapter(name, adapter, model.model, location, model.tokenizer)

@@ -1,7 +1,7 @@
-"""Tool calls in generated text: where they start and end, and what they call.
+"""Parsers for tool calls in generated text.
 
-A parser receives text in pieces and separates it into content and complete calls. Whitespace around calls is dropped,
-so that a template renders the message as the model wrote it. Text that looks like a call but is not valid is content.
+A parser receives text in chunks and separates it into content and complete calls. Whitespace around calls is dropped,
+so that a template renders the message as the model wrote it. Invalid calls are returned as content.
 
 | format | text | models |
 |---|---|---|
@@ -56,21 +56,21 @@ class ToolCallParser(Protocol):
     """Tokens that the parser needs in the text, even if they are special tokens of the tokenizer."""
 
     def push(self, piece: str) -> ParsedText:
-        """Add text; returns what is certain now."""
+        """Add a chunk; returns the content and calls that can no longer change."""
         ...
 
     def flush(self) -> ParsedText:
-        """The rest, after the last piece."""
+        """Whatever was held back, after the last chunk."""
         ...
 
 
 class HermesParser:
-    """Calls between `<tool_call>` and `</tool_call>`. The end may be missing at the end of the message."""
+    """Calls between `<tool_call>` and `</tool_call>`; the last closing tag may be missing."""
 
     special_tokens: Collection[str] = (START, END)
 
     def __init__(self) -> None:
-        self._text = ""  # from the first character that is not certain
+        self._text = ""  # not yet returned: may belong to a call
         self._searched = 0
         self._in_call = False
         self._num_calls = 0
@@ -119,7 +119,7 @@ class Llama3JsonParser:
     special_tokens: Collection[str] = ()
 
     def __init__(self, names: Collection[str]) -> None:
-        """`names` are those of the functions that can be called: other objects are answers in JSON."""
+        """`names` are the available functions: objects with other names are JSON answers, not calls."""
         self._names = names
         self._text = ""
         self._is_content = False

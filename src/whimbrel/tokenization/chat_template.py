@@ -284,11 +284,11 @@ class ChatTemplate:
         _check_messages(messages)
         if tools and not self.features.reads_tools:
             raise RequestError(
-                "the model's chat template has no place for tools: remove them, or use a template that has",
+                "the model's chat template does not support tools: remove them, or use one that does",
                 field="tools",
             )
         if "tool_calls" not in self.source and any(message.get("tool_calls") for message in messages):
-            raise _request_error("the model's chat template has no place for tool calls: use a template that has")
+            raise _request_error("the model's chat template does not support tool calls: use one that does")
 
 
 def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemplate | None:

@@ -153,7 +153,7 @@ class RunParts:
     objective: Objective | None = None
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Arguments of the trainer besides config, model and callbacks."""
+        """Keyword arguments of the trainer besides model and callbacks."""
         names = ("train_dataset", "eval_dataset", "data_collator", "objective")
         return {name: getattr(self, name) for name in names} | {"processing_class": self.tokenizer}
 
@@ -182,7 +182,7 @@ def build_run(config: RunConfig, world: World, sample_func: SampleFunction | Non
 
 
 def with_micro_batch(config: RunConfig, model: GPT, device: torch.device, world: World) -> RunConfig:
-    """The config with the micro-batch, which is equal on all ranks, and the device filled in."""
+    """The config with micro-batch size (the same on all ranks) and device filled in."""
     micro_batch = min(world.all_gather_object(choose_micro_batch(config, model, device, world)))
     device_name = config.train.device or device.type
     return replace(config, train=replace(config.train, micro_batch=micro_batch, device=device_name))
@@ -225,7 +225,7 @@ def choose_micro_batch(config: RunConfig, model: GPT, device: torch.device, worl
 
 
 def _training_bytes(model: GPT) -> int:
-    """Estimated bytes of weights, and of gradients and optimizer state of those that are trained."""
+    """Estimated bytes of all weights, and of the gradients and optimizer state of trainable ones."""
     frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     return frozen + ADAM_BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters() if p.requires_grad)
 
@@ -752,11 +752,11 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     config = getattr(model, "config", None)
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     attention = 12 * layers * width * sequence_length if isinstance(layers, int) and isinstance(width, int) else 0
-    return 4 * num_parameters(model) + 2 * num_parameters(model, trained=True) + attention
+    return 4 * num_parameters(model) + 2 * num_parameters(model, trainable=True) + attention
 
 
-def num_parameters(model: nn.Module, *, trained: bool | None = None) -> int:
-    """Number of parameters: all, those that are trained, or those that are frozen; of a GPT, without padding rows."""
+def num_parameters(model: nn.Module, *, trainable: bool | None = None) -> int:
+    """Number of parameters: all, only trainable ones, or only frozen ones; for a GPT, without padding rows."""
     if isinstance(model, GPT):
-        return model.num_parameters(trained=trained)
-    return sum(p.numel() for p in model.parameters() if trained is None or p.requires_grad == trained)
+        return model.num_parameters(trainable=trainable)
+    return sum(p.numel() for p in model.parameters() if trainable is None or p.requires_grad == trainable)

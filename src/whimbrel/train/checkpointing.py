@@ -552,7 +552,7 @@ class AdapterState(ModuleState):
 
     def state_dict(self) -> dict[str, Tensor | LazyGather]:
         """Trainable parameters and buffers."""
-        self._base_record = self._identify_base()  # here, where all ranks take part
+        self._base_record = self._identify_base()  # collective: here, all ranks take part
         self._base_state = {} if is_distributed_model(self._model) else self._model.state_dict()
         return super().state_dict()
 
@@ -620,7 +620,7 @@ class AdapterState(ModuleState):
         }
 
     def _identify_base(self) -> dict[str, Any]:
-        """Entries of `base_model.json` that tell base models apart.
+        """Entries of `base_model.json` that identify the base model.
 
         Collective if the model is sharded, and then computed once: it gathers every parameter.
         """

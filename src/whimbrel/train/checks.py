@@ -174,7 +174,7 @@ def check_parallel(trainer: Any) -> None:
     }
     for name in (name for name, is_set in conflicts.items() if is_set):
         remedy = "use bf16" if "fp16" in name else "leave it out, or use fsdp"
-        raise ConfigError(f"{name} does not work with a pipeline (parallel.pp = {layout.pp}): {remedy}")
+        raise ConfigError(f"{name} does not work with pipeline parallelism (parallel.pp = {layout.pp}): {remedy}")
     if parallel.pipeline_schedule == "zero-bubble" and not pipeline_averages_gradients(trainer.world, parallel):
         raise ConfigError(
             "parallel.pipeline_schedule = zero-bubble does not work with fsdp, which cannot split backward passes: use "

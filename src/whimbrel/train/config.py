@@ -61,7 +61,7 @@ SampleFormat = Literal["messages", "prompt-completion", "sharegpt", "alpaca", "t
 DEFAULT_TOKENS_PER_STEP = 524_288
 FINETUNING_TOKENS_PER_STEP = 16_384
 FINETUNING_SEQUENCE_LENGTH = 2048
-"""Used unless the context of the model is shorter: long contexts need long samples."""
+"""Default unless the model's context is shorter: few samples fill the long contexts of recent models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,8 @@ class TrainConfig:
     epochs: float | None = None
     """Number of passes over the training data; may be fractional. Set exactly one of steps, tokens and epochs."""
     tokens_per_step: int | None = None
-    """Tokens per optimizer step, reached by gradient accumulation; default: 524,288, for samples about 16,384."""
+    """Tokens per optimizer step, reached by gradient accumulation; default: 524,288, or about 16,384 for fine-tuning
+    samples."""
     accumulation: int | None = None
     """Micro-batches per optimizer step; an alternative to tokens_per_step that needs micro_batch."""
     micro_batch: int | None = None
@@ -170,8 +171,8 @@ class ValidationConfig:
     """Loss on held-out data."""
 
     path: Path | None = None
-    """Directory of validation shards, or a file of samples; default: the shards of split val in data.path, if any, or
-    the samples held out by data.val."""
+    """Directory of validation shards, or a file of validation samples; default: the val split of data.path, if it has
+    one, or the samples held out by data.val."""
     every: int | float | None = None
     """Validate every N steps, or a fraction of the run if below 1; default: only at the end."""
     each_epoch: bool = False
@@ -419,10 +420,10 @@ class DataConfig:
     """Training data."""
 
     path: Path | tuple[str, ...]
-    """Directory of token shards, as written by `whimbrel prepare`; or samples to fine-tune on: jsonl and parquet files,
-    directories of them, and Hub datasets (in a list)."""
+    """Directory of token shards, as written by `whimbrel prepare`; or fine-tuning samples: a jsonl or parquet file, a
+    directory of them, or a list of files, directories and Hub datasets."""
     sequence_length: int | None = None
-    """Tokens per training sequence; default: the model's context length, for samples at most 2048."""
+    """Tokens per training sequence; default: the model's context length, capped at 2048 for fine-tuning samples."""
     shuffle_seed: int | None = None
     """Seed for shuffling the order of blocks in each epoch; default: the order on disk."""
     documents: Literal["join", "mask", "pack"] = "join"
@@ -434,15 +435,16 @@ class DataConfig:
     format: SampleFormat | None = None
     """Format of the samples; default: detected from the first row of each file."""
     template: str | None = None
-    """Built-in chat template, such as chatml, whose special tokens are added; default: that of the tokenizer."""
+    """Built-in chat template, such as chatml; its special tokens are added to the tokenizer. Default: the model's own
+    template."""
     train_on: TrainOn = "assistant"
-    """Turns of conversations with loss: assistant, last (the last answer only), or all."""
+    """Turns to compute the loss on: assistant, last (only the last assistant turn) or all."""
     packing: bool = True
-    """Pack several samples into a sequence, with attention and positions of their own; false: pad each sample."""
+    """Pack several samples into each sequence, without attention between them; false: pad each sample instead."""
     too_long: TooLong = "truncate"
-    """Samples longer than a sequence: truncate (after the last turn that fits) or drop."""
+    """What to do with samples longer than the sequence length: truncate (after the last turn that fits) or drop."""
     skip_bad: bool = False
-    """Skip and count invalid samples; false: stop at the first."""
+    """Skip and count invalid samples instead of stopping at the first one."""
     val: float | None = None
     """Fraction of the samples to hold out for validation; default: none."""
 
@@ -501,26 +503,26 @@ class SampleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig:
-    """What is trained: the loss and its settings."""
+    """Training objective: the loss and its settings."""
 
     name: Literal["lm", "sft", "dpo", "orpo", "distill"] | None = None
-    """lm (every next token), sft (answers in conversations), dpo or orpo (preference pairs), distill (the predictions
-    of a teacher); default: lm for token shards, sft for samples."""
+    """lm (loss on every token), sft (loss on the answers), dpo or orpo (preference pairs) or distill (a teacher's
+    predictions); default: lm for token shards, sft for samples."""
     beta: float = 0.1
-    """With dpo: strength of the constraint to the reference. With orpo: weight of the odds ratio."""
+    """With dpo: how strongly the model is kept close to the reference. With orpo: weight of the odds-ratio loss."""
     loss: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
-    """With dpo: loss of a pair."""
+    """With dpo: type of the loss."""
     label_smoothing: float = 0.0
-    """With dpo and the loss sigmoid or robust: share of pairs assumed to be labeled the wrong way round."""
+    """With dpo and loss = sigmoid or robust: assumed probability that the labels of a pair are flipped."""
     reference: Literal["base", "precomputed"] | None = None
-    """With dpo: base (the model without its adapters, computed in each step) or precomputed (before training, stored in
-    the run directory); default: base with [lora], else precomputed."""
+    """With dpo, where reference log-probabilities come from: base (the model with its adapters disabled, in every step)
+    or precomputed (once before training, stored in the run directory); default: base with [lora], else precomputed."""
     teacher: Path | None = None
-    """With distill: the teacher, a model with the same vocabulary."""
+    """With distill: path of the teacher model, which must have the same vocabulary."""
     k: int = 64
-    """With distill: number of the teacher's most probable tokens that are stored per target."""
+    """With distill: number of top-k log-probabilities of the teacher to store per token."""
     temperature: float = 1.0
-    """With distill: temperature of both distributions."""
+    """With distill: softmax temperature of both teacher and student."""
 
     def __post_init__(self) -> None:
         check_positive("objective", self, "beta", "k", "temperature")
@@ -551,10 +553,10 @@ class ModelConfig(GPTConfig):
     """The model of a run: its architecture, and the weights it starts from."""
 
     path: Path | None = None
-    """Start from the weights of a Hugging Face directory, a run, a checkpoint, an adapter (merged with its base model)
-    or owner/name on the Hugging Face Hub, which also sets the architecture."""
+    """Start from existing weights, which also set the architecture: a Hugging Face model directory, a run, a
+    checkpoint, an adapter (merged into its base model) or owner/name on the Hugging Face Hub."""
     weights: Literal["int8", "int4", "fp8"] | None = None
-    """Quantize the linear layers of the model in path while loading it, under the adapters of [lora] (QLoRA)."""
+    """Quantize the frozen linear layers to this format while loading (QLoRA); needs [lora]."""
 
     @property
     def architecture(self) -> GPTConfig:
@@ -577,9 +579,9 @@ class RunConfig(TrainerConfig):
     data: DataConfig
     """Training data."""
     lora: LoraConfig | None = None
-    """Train adapters of this rank (LoRA) and keep the weights in model.path frozen; default: train all weights."""
+    """Train LoRA adapters and freeze the weights in model.path; default: train all weights."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What is trained: the loss and its settings."""
+    """Training objective: the loss and its settings."""
     sample: SampleConfig = field(default_factory=SampleConfig)
     """Text sampled during training."""
 
@@ -646,11 +648,11 @@ def _check_output(output_dir: Path, model: Path | None) -> None:
 
 
 def _check_adapters(config: RunConfig) -> None:
-    """Raise for settings that contradict `[lora]`, or need it."""
+    """Raise for settings that are incompatible with `[lora]`, or need it."""
     model, train = config.model, config.train
     if config.lora is None:
         if model.weights is not None:
-            raise ConfigError(f"model.weights = {model.weights} needs [lora]: quantized weights are not trained")
+            raise ConfigError(f"model.weights = {model.weights} needs [lora]: quantized weights cannot be trained")
         return
     if model.path is None:
         raise ConfigError("[lora] needs model.path, the model to train adapters for: set it")
@@ -670,7 +672,7 @@ def _check_adapters(config: RunConfig) -> None:
 
 
 def _check_objective(config: RunConfig) -> None:
-    """Raise for an objective that does not fit the data, and for settings that have no effect on samples."""
+    """Raise for an objective that does not match the data, and for settings that have no effect on samples."""
     name, validation, loader = config.objective.name, config.validation, config.loader
     if config.data.sources is None:
         if name not in (None, "lm"):
@@ -679,7 +681,7 @@ def _check_objective(config: RunConfig) -> None:
             )
         return
     if config.model.path is None:
-        raise ConfigError("samples in data.path need model.path, whose tokenizer and chat template encode them: set it")
+        raise ConfigError("fine-tuning samples in data.path need the tokenizer and chat template of model.path: set it")
     if config.objective.reference == "base" and config.lora is None:
         raise ConfigError("objective.reference = base needs [lora]: without adapters, use precomputed")
     precomputes = name == "distill" or (name == "dpo" and _reference(config) == "precomputed")
@@ -690,9 +692,9 @@ def _check_objective(config: RunConfig) -> None:
     check_unused("validation", validation, ("tokens",), "token shards (for samples: validation.batches)")
     check_unused("loader", loader, ("remove_unused_columns", "label_names"), "a dataset in Python")
     if config.sample.every is not None and not config.sample.prompt:
-        raise ConfigError("sample.every needs sample.prompt, a question to the model: set it")
+        raise ConfigError("sample.every needs sample.prompt, the user message to answer: set it")
     if (config.parallel.pp or 1) > 1 and name not in (None, "lm", "sft"):
-        raise ConfigError(f"objective.name = {name} does not work with a pipeline (parallel.pp): use fsdp")
+        raise ConfigError(f"objective.name = {name} does not work with pipeline parallelism (parallel.pp): use fsdp")
 
 
 def _reference(config: RunConfig) -> str:
@@ -726,7 +728,7 @@ def build_run_config(table: dict[str, Any]) -> RunConfig:
 
 
 def _check_paths(table: Mapping[str, Any]) -> None:
-    """Raise if a fine-tuning run has no model or no data, which recipes leave to the user."""
+    """Raise if a fine-tuning run has no model or no data: recipes leave both to the user."""
     objective = table.get("objective")
     name = objective.get("name", "none") if isinstance(objective, dict) else "none"
     if name in ("none", "lm") and table.get("lora", "none") == "none":
@@ -738,7 +740,7 @@ def _check_paths(table: Mapping[str, Any]) -> None:
     ]
     if missing:
         options = " ".join(f"--{setting}=PATH" for setting in missing)
-        raise ConfigError(f"fine-tuning needs {' and '.join(missing)}: pass {options}, or add to the file")
+        raise ConfigError(f"fine-tuning needs {' and '.join(missing)}: pass {options}, or edit the config file")
 
 
 def _model_table(table: dict[str, Any]) -> dict[str, Any]:

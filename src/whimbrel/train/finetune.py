@@ -36,21 +36,21 @@ from whimbrel.train.preference import DPO, ORPO
 from whimbrel.train.samples import PreparedSamples, prepare_samples
 from whimbrel.train.target_values import precompute_reference
 
-__all__ = ["build_finetuning_run", "create_objective", "rows_of"]
+__all__ = ["build_dataset", "build_finetuning_run", "create_objective"]
 
 Collate = Callable[[list[Any]], Any]
 
 
 def build_finetuning_run(config: RunConfig, world: World, sample_func: SampleFunction | None = None) -> RunParts:
-    """Build the model with its adapters, the rows of samples, the objective and the callbacks."""
+    """Build the model with its adapters, the datasets, the objective and the callbacks."""
     device = choose_device(config.train.device)
     world.run_on_main(partial(fetch_from_mirror, config))
     config = with_recorded_micro_batch(config, world.dp_size)
     samples = prepare_samples(config, world)
     model = initial_model(config, world, device, samples.tokenizer.vocab_size, samples.added_tokens)
     recorded = with_micro_batch(config, model, device, world)
-    train, collate = rows_of(samples.train, config, samples.tokenizer.eot_id)
-    val = None if samples.val is None else rows_of(samples.val, config, samples.tokenizer.eot_id)[0]
+    train, collate = build_dataset(samples.train, config, samples.tokenizer.eot_id)
+    val = None if samples.val is None else build_dataset(samples.val, config, samples.tokenizer.eot_id)[0]
     objective, datasets = _build_objective(recorded, model, {"train": train, "val": val}, collate, samples, world)
     if config.sample.every is not None and samples.template is not None:
         sample_func = sample_func or _chat_sample_func(config, samples.template)
@@ -67,23 +67,23 @@ def build_finetuning_run(config: RunConfig, world: World, sample_func: SampleFun
     )
 
 
-def rows_of(samples: TokenizedSamples, config: RunConfig, pad_id: int) -> tuple[Any, Collate | None]:
+def build_dataset(samples: TokenizedSamples, config: RunConfig, pad_id: int) -> tuple[Any, Collate | None]:
     """The samples as a dataset of packed or padded sequences, with its collate function if it is not the default."""
     if config.data.packing:
         return PackedRows(samples, config.sequence_length, pad_id=pad_id, seed=config.train.seed), None
-    # One length for all batches: compiled code is not specialized for each.
+    # The same length for all batches, so that compiled code is not recompiled.
     multiple = config.sequence_length if config.train.compile else 1
     rows = PaddedSamples(samples, pad_id=pad_id, pad_to_multiple_of=multiple)
     return rows, partial(_collate_pairs, rows) if samples.pair else rows.collate
 
 
 def _collate_pairs(rows: PaddedSamples, examples: list[Any]) -> dict[str, Tensor]:
-    """Batches of (pairs, 2, tokens)."""
+    """Collate into tensors of shape (pairs, 2, tokens)."""
     return {name: values.view(-1, 2, values.size(-1)) for name, values in rows.collate(examples).items()}
 
 
 def _resolve_steps(config: RunConfig, world: World) -> RunConfig:
-    """Convert tokens to steps, and tokens_per_step to gradient accumulation; the trainer converts epochs."""
+    """Convert `tokens` to steps and `tokens_per_step` to gradient accumulation; the trainer converts epochs."""
     train = config.train
     assert train.micro_batch is not None
     accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length, world.dp_size)
@@ -94,7 +94,7 @@ def _resolve_steps(config: RunConfig, world: World) -> RunConfig:
 
 
 def create_objective(config: RunConfig, model: GPT) -> Objective:
-    """The objective of samples, as configured; values of a reference or teacher that it lacks are in the batches."""
+    """The configured objective. Precomputed log-probabilities of a reference or teacher come with the batches."""
     settings = config.objective
     if settings.name == "orpo":
         return ORPO(settings.beta)
@@ -115,17 +115,17 @@ def _build_objective(
     samples: PreparedSamples,
     world: World,
 ) -> tuple[Objective | None, Mapping[str, Any]]:
-    """The objective, and the datasets with the values of a reference or teacher that it needs."""
+    """The objective, and the datasets with the precomputed log-probabilities that it needs."""
     objective = create_objective(config, model)
     if isinstance(objective, DPO) and objective.reference is None:
         datasets = _precomputed_reference(config, model, datasets, collate, samples, world)
     elif isinstance(objective, Distillation):
         datasets = _precomputed_teacher(config, model, datasets, collate, samples, world)
-    # A pipeline computes the loss in its last stage.
+    # With pipeline parallelism, the last stage computes the loss.
     return None if world.layout.pp > 1 else objective, datasets
 
 
-def _options(config: RunConfig, collate: Collate | None, world: World) -> dict[str, Any]:
+def _precompute_options(config: RunConfig, collate: Collate | None, world: World) -> dict[str, Any]:
     precision = MixedPrecision(config.train.precision, choose_device(config.train.device))
     options = {"batch_size": config.train.micro_batch, "autocast": precision.autocast, "world": world}
     return options if collate is None else options | {"data_collator": collate}
@@ -141,12 +141,12 @@ def _precomputed_reference(
 ) -> dict[str, Any]:
     if splits(world, config.parallel):
         raise ConfigError(
-            "objective.reference = precomputed needs the complete model on one device, got one that is split over "
-            "ranks: train adapters ([lora]) with objective.reference = base, or use ddp"
+            "objective.reference = precomputed needs the complete model on each device, got one sharded across ranks: "
+            "train adapters ([lora]) with objective.reference = base, or use ddp"
         )
     model.to(choose_device(config.train.device))
     context = {"reference": partial(lora_disabled, model)} if config.lora is not None else {}
-    options = _options(config, collate, world) | context
+    options = _precompute_options(config, collate, world) | context
     paths = {name: samples.directory / f"reference-{name}" for name in datasets}
     return {
         name: None if rows is None else precompute_reference(model, rows, paths[name], **options)
@@ -164,16 +164,16 @@ def _precomputed_teacher(
 ) -> dict[str, Any]:
     settings, paths = config.objective, {name: samples.directory / f"teacher-{name}" for name in datasets}
     assert settings.teacher is not None  # checked by ObjectiveConfig
-    teacher = model  # not used if all values exist, or on ranks other than 0
+    teacher = model  # unused if everything is precomputed already, and on ranks other than 0
     if world.is_main and not all(paths[name].exists() for name, rows in datasets.items() if rows is not None):
         dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
         teacher = load_model(settings.teacher, device=choose_device(config.train.device), dtype=dtype)
         if teacher.config.vocab_size != model.config.vocab_size:
             raise ConfigError(
-                f"expected a teacher with the vocabulary of the model ({model.config.vocab_size} tokens), got "
+                f"expected a teacher with the model's vocabulary ({model.config.vocab_size} tokens), got "
                 f"{teacher.config.vocab_size} in {settings.teacher}: choose models with the same tokenizer"
             )
-    options = _options(config, collate, world) | {"k": settings.k, "temperature": settings.temperature}
+    options = _precompute_options(config, collate, world) | {"k": settings.k, "temperature": settings.temperature}
     return {
         name: None if rows is None else precompute_teacher(teacher, rows, paths[name], **options)
         for name, rows in datasets.items()
@@ -181,7 +181,7 @@ def _precomputed_teacher(
 
 
 def _chat_sample_func(config: RunConfig, template: ChatTemplate) -> SampleFunction:
-    """Answers of the inference engine to `sample.prompt`."""
+    """A function that answers `sample.prompt` with the inference engine."""
 
     def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
         from whimbrel.inference import generate, stream_text

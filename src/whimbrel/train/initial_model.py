@@ -37,10 +37,10 @@ def initial_model(
     vocab_size: int | None = None,
     added_tokens: Sequence[int] = (),
 ) -> GPT:
-    """The model of a run before training, with a vocabulary of at least `vocab_size` tokens.
+    """The model that a run starts from, with a vocabulary of at least `vocab_size` tokens.
 
-    Adapters also train the embeddings of `added_tokens`.
-    Weights are on the CPU or deferred (`create_model`); those that `model.weights` quantizes are on the device.
+    With `[lora]`, the embeddings of `added_tokens` are trained, too. Weights are on the CPU or deferred
+    (`create_model`), except those that `model.weights` quantizes, which are on the device.
     """
     path = config.model.path
     if not _defers(config, world) and config.model.weights is None:
@@ -67,15 +67,15 @@ def has_checkpoint(config: RunConfig) -> bool:
 
 
 def create_model(create: Callable[[], Model], config: TrainerConfig, world: World) -> Model:
-    """The model that `create` returns; if ranks have only parts of it, `wrap_model` allocates its parameters.
+    """The model that `create` returns; if it is sharded, `wrap_model` allocates each rank's parameters later.
 
-    Weights that are stored quantized (train.weight_dtype) are created complete: they are quantized before the split.
+    Weights that are stored quantized (train.weight_dtype) are not deferred: they are quantized before sharding.
     """
     return deferred_init(create) if _defers(config, world) else create()
 
 
 def init_model(config: RunConfig) -> GPT:
-    """A model with random weights from `train.seed`, on torch's default device (CPU weights are reproducible)."""
+    """A model with random weights, seeded by `train.seed`, on torch's default device (reproducible on the CPU)."""
     torch.manual_seed(config.train.seed)
     with torch_flags(default_dtype=config.train.default_dtype):
         return GPT(config.model.architecture)
@@ -104,7 +104,7 @@ def _load_model(
     vocab_size: int | None,
     added_tokens: Sequence[int],
 ) -> GPT:
-    """The model in `path` with its adapters; if ranks have only parts of it, `wrap_model` reads those."""
+    """The model in `path` with its adapters; if it is sharded, `wrap_model` loads each rank's part later."""
     dtype, location = getattr(torch, config.train.default_dtype or "float32"), locate_model(path)
     weights, source = config.model.weights, location.directory
     stored = None if source.is_file() or location.is_adapter else read_config(source)
@@ -125,7 +125,7 @@ def _load_model(
                 initialize_lora(model, config.train.seed)
 
         defer_loading(model, load)
-    model.name_or_path = str(source)  # of a run, the checkpoint: a later one may have other weights
+    model.name_or_path = str(source)  # for a run, its checkpoint: later ones have different weights
     return model
 
 

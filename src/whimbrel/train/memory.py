@@ -174,7 +174,7 @@ def measure_passes(config: RunConfig, device_type: str) -> Measurement:
     with simulation(device_type) as tracker:
         model = create_model(config, tracker)
         if (config.train.accumulation or 1) > 1:
-            for parameter in _trained(model.parameters()):
+            for parameter in _trainable(model.parameters()):
                 parameter.grad = parameter.new_empty(parameter.shape)  # dense, also for quantized parameters
                 tracker.mark([parameter.grad], "gradients")
         optimizer = NoOpOptimizer(model.parameters(), {"lr": 0.0})
@@ -265,12 +265,12 @@ def create_model(config: RunConfig, tracker: MemoryTracker) -> GPT:
         if parameter.grad is not None:
             tracker.mark([parameter.grad], "gradients")
 
-    for parameter in _trained(model.parameters()):
+    for parameter in _trainable(model.parameters()):
         parameter.register_post_accumulate_grad_hook(mark)
     return model
 
 
-def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
@@ -300,7 +300,7 @@ def meta_model(config: RunConfig) -> GPT:
 
 
 def _added_tokens(config: RunConfig) -> tuple[int | None, list[int]]:
-    """The size of the run's vocabulary, and the ids of the special tokens that `data.template` adds."""
+    """The vocabulary size of the run, and the ids of the special tokens that `data.template` adds."""
     if config.data.template is None or config.model.path is None or not config.model.path.exists():
         return None, []
     source = open_model(config.model.path)
@@ -309,7 +309,7 @@ def _added_tokens(config: RunConfig) -> tuple[int | None, list[int]]:
 
 
 def _frozen_format(config: RunConfig) -> str | None:
-    """The format of the linear layers under adapters: that of `model.weights`, or of the files in `model.path`."""
+    """The format of the frozen linear layers: `model.weights`, or as stored in `model.path`."""
     path = config.model.path
     if config.model.weights is not None or config.lora is None or path is None or not path.is_dir():
         return config.model.weights
@@ -323,7 +323,7 @@ def _measure_step(
 ) -> Measurement:
     """Run a step with `micro_batches` micro-batches (forward, backward, clipping, optimizer) and measure it."""
     batches, others = _RandomBatches(config, HOST), (config.train.accumulation or 1) - micro_batches
-    loaded = [batches.next_batch() for _ in range(others)]  # a step loads all its micro-batches first
+    loaded = [batches.next_batch() for _ in range(others)]  # a step loads all of its micro-batches first
     shortened = replace(config, train=replace(config.train, accumulation=micro_batches))
     step = build_dry_run_step(shortened, model, HOST, optimizer, tracker.on_event)
     step.precision.scaler = None  # its few scalars do not matter, and it branches on their values
@@ -342,9 +342,9 @@ def measure_temporaries(tracker: MemoryTracker, model: GPT, optimizer: Optimizer
     All blocks have the same shapes, so a few of them are enough if temporaries do not grow with their number
     (optimizers process parameters in batches of limited size). If they do grow, all blocks are measured.
     """
-    blocks = [_trained(block.parameters()) for block in model.blocks]
+    blocks = [_trainable(block.parameters()) for block in model.blocks]
     block_parameters = {parameter for block in blocks for parameter in block}
-    others = [parameter for parameter in _trained(model.parameters()) if parameter not in block_parameters]
+    others = [parameter for parameter in _trainable(model.parameters()) if parameter not in block_parameters]
 
     def parameters_of_first(count: int) -> list[nn.Parameter]:
         return [parameter for block in blocks[:count] for parameter in block]

@@ -47,7 +47,7 @@ __all__ = ["choose_strategy", "predict_mesh_memory", "predict_pipeline_ranks", "
 logger = logging.getLogger(__name__)
 
 NO_FILES = Path(os.devnull, "model")
-"""A path that does not exist, for models of other sizes than the one in `model.path`."""
+"""A path that does not exist, in place of `model.path` for models whose size was changed."""
 FEW_LAYERS = (2, 4)
 """Layers of the models on which activations are measured."""
 PREFETCHED_BLOCKS = 2
@@ -226,7 +226,7 @@ def _holdings(config: RunConfig, layout: Layout, stages: _Stages, temporaries: i
 
 
 def _local_bytes(held: Iterable[tuple[nn.Parameter, int]], shards: int, device_type: str) -> int:
-    """What a rank allocates for its part of parameters, each of which exists a number of times."""
+    """Bytes that a rank allocates for its shards of the parameters; `held` has the count of each."""
     total = 0
     for parameter, count in held:
         if isinstance(parameter, QuantizedWeight):  # complete on every rank
@@ -238,7 +238,7 @@ def _local_bytes(held: Iterable[tuple[nn.Parameter, int]], shards: int, device_t
 
 
 def _complete_bytes(parameters: Iterable[nn.Parameter], parallel: ParallelConfig, *, trained: bool = False) -> int:
-    """What FSDP allocates for complete parameters, or for their gradients; it does not gather quantized weights."""
+    """Bytes of the parameters that FSDP gathers, or of their gradients; it does not gather quantized weights."""
     return sum(
         parameter.numel() * (parameter.itemsize if parallel.param_dtype is None else 2)
         for parameter in parameters

@@ -247,13 +247,13 @@ def _attention(query: Tensor, *args: Any, **settings: Any) -> Tensor:
 
 
 def _packed_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """Saves what causal attention without documents saves."""
+    """Saves the same tensors for backward as causal attention without documents."""
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
 def _cumulative_lengths(documents: Tensor) -> Tensor:
-    """The number of documents does not matter."""
+    """A stand-in: the size of the result is negligible."""
     return torch.empty(documents.shape[0] + 1, dtype=torch.int32, device=documents.device)
 
 

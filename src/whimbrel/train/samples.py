@@ -1,7 +1,8 @@
-"""The samples of a fine-tuning run, tokenized once into `RUN/samples` and used from there.
+"""The samples of a fine-tuning run, tokenized once and stored in `RUN/samples`.
 
-The directory also has the tokenizer, chat template and generation defaults that checkpoints get, so that `chat` and
-`serve` render what was trained. A resumed run does not need the original data, and sees exactly the same tokens.
+The tokenizer, chat template and generation defaults are stored there, too, and copied into every checkpoint, so that
+`chat` and `serve` render prompts as in training. A resumed run sees exactly the same tokens and does not need the
+original data.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ PROCESSING_FILES = (TOKENIZER_CONFIG, TEMPLATE_FILE, GENERATION_CONFIG)
 
 
 class ChatTokenizer(Tokenizer):
-    """A tokenizer that is saved with its chat template, all special tokens and the generation defaults."""
+    """A tokenizer that saves its chat template, special tokens and generation defaults along with it."""
 
     def __init__(self, directory: Path) -> None:
-        """Load the tokenizer from a directory, and the files that are saved with it."""
+        """Load the tokenizer and the files next to it from a directory."""
         tokenizer = load_tokenizer(directory)
         super().__init__(tokenizer.pipeline, tokenizer.eot_token, tokenizer.bos_token)
         files = [directory / name for name in PROCESSING_FILES]
         self._files = {file.name: file.read_text(encoding="utf-8") for file in files if file.is_file()}
 
     def save(self, directory: Any) -> None:
-        """Write the files of the tokenizer, and those that were loaded with it."""
+        """Write the tokenizer, and the files that were loaded with it."""
         super().save(directory)
         for name, text in self._files.items():
             with atomic_file(Path(directory) / name, "w") as file:
@@ -66,32 +67,32 @@ class ChatTokenizer(Tokenizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSamples:
-    """The tokenized samples of a run, with what was found in the data."""
+    """The tokenized samples of a run, with statistics."""
 
     directory: Path
     train: TokenizedSamples
     val: TokenizedSamples | None
     tokenizer: ChatTokenizer
     template: ChatTemplate | None
-    """None if there are only documents and the model has none."""
+    """None if the model has no template, which only plain text allows."""
     template_name: str
-    """Where the template comes from, for messages."""
+    """Where the template comes from, for display."""
     added_tokens: tuple[int, ...]
-    """Ids of the special tokens that the template adds to the tokenizer of the model."""
+    """Ids of the special tokens that the template adds to the model's tokenizer."""
     stats: SampleStats
-    """Counts of training and held-out samples together."""
+    """Statistics over training and held-out samples."""
     report: ReadReport
 
 
 def is_preference(config: RunConfig) -> bool:
-    """Whether the run needs preference pairs."""
+    """Whether the objective needs preference pairs."""
     return config.objective.name in ("dpo", "orpo")
 
 
 def prepare_samples(config: RunConfig, world: World | None = None) -> PreparedSamples:
-    """Tokenize the samples into the run directory, unless they are there, and load them.
+    """Tokenize the samples into the run directory, unless this was done before, and load them.
 
-    Of several processes, rank 0 writes. Raises DataError if a run would resume with other samples.
+    Only rank 0 writes. Raises DataError if a run would resume with different samples.
     """
     directory = config.output_dir / SAMPLES
     (world or World()).run_on_main(partial(_ensure_written, config, directory))
@@ -111,7 +112,7 @@ def prepare_samples(config: RunConfig, world: World | None = None) -> PreparedSa
 
 
 def choose_template(source: ModelSource, name: str | None) -> tuple[ChatTemplate | None, Tokenizer]:
-    """The chat template of a run with `data.template = name`, and the tokenizer with its special tokens."""
+    """The chat template for `data.template = name`, and the tokenizer including its special tokens."""
     if name is None:
         return source.chat_template(), source.tokenizer
     return apply_builtin_template(name, source.tokenizer)
@@ -134,7 +135,7 @@ def _ensure_written(config: RunConfig, directory: Path) -> None:
         if resumes:
             changed = [name for name in changed if name != "model.path"]
             raise DataError(
-                f"{changed[0]} is not what the run in {config.output_dir} was started with (expected "
+                f"{changed[0]} has changed since the run in {config.output_dir} was started (expected "
                 f"{_short(found.get(changed[0]))}, got {_short(request[changed[0]])}): restore it, or choose another "
                 "output_dir"
             )
@@ -143,7 +144,7 @@ def _ensure_written(config: RunConfig, directory: Path) -> None:
 
 
 def _request(config: RunConfig) -> dict[str, Any]:
-    """Everything that determines the samples; without what cannot be read any more, which a resume does not need."""
+    """Everything that determines the samples. When resuming, files that no longer exist are left out."""
     data, validation = config.data, config.validation.path
     assert data.sources is not None
     names = ("format", "template", "train_on", "packing", "too_long", "skip_bad", "val")
@@ -175,7 +176,7 @@ def _model_path(config: RunConfig) -> Path:
 
 
 def _template_source(config: RunConfig) -> str | None:
-    """The template of the model, unless data.template replaces it."""
+    """The model's chat template, unless data.template replaces it."""
     template = None if config.data.template is not None else locate_model(_model_path(config)).chat_template()
     return None if template is None else template.source
 
@@ -192,11 +193,11 @@ def _short(value: Any) -> str:
 def _write(config: RunConfig, request: Mapping[str, Any], directory: Path) -> None:
     source, data = open_model(_model_path(config)), config.data
     template, tokenizer = choose_template(source, data.template)
-    name = "that of the model" if data.template is None else f"{data.template} (built in)"
+    name = "the model's own" if data.template is None else f"{data.template} (built-in)"
     assert data.sources is not None
     with atomic_directory(directory, replace=True) as folder:
         _save_processing_files(source, tokenizer, template, folder)
-        saved = ChatTokenizer(folder), load_chat_template(folder)  # what a loaded checkpoint will use
+        saved = ChatTokenizer(folder), load_chat_template(folder)  # exactly what checkpoints will load
         reader = ConversationReader(data.sources, format=data.format, skip_bad=data.skip_bad)
         samples = _tokenize(reader, *saved, config)
         stats = samples.stats
@@ -227,7 +228,7 @@ def _write(config: RunConfig, request: Mapping[str, Any], directory: Path) -> No
 def _tokenize(
     reader: ConversationReader, tokenizer: Tokenizer, template: ChatTemplate | None, config: RunConfig
 ) -> TokenizedSamples:
-    """The samples, each short enough that a sequence has space for it, or for both answers of a pair."""
+    """Tokenize samples, limited to what fits into a sequence: one sample, or both answers of a preference pair."""
     data, name = config.data, config.objective.name
     both = is_preference(config) and data.packing
     samples = tokenize_samples(
@@ -242,8 +243,9 @@ def _tokenize(
     if samples.pair != is_preference(config):
         wanted = "dpo or orpo" if samples.pair else "sft"
         raise ConfigError(
-            f"expected {'other data' if samples.pair else 'preference pairs'} for objective.name = {name or 'sft'}, "
-            f"got the format {', '.join(sorted(formats))}: set objective.name = {wanted}, or choose other data"
+            f"expected {'conversations or text' if samples.pair else 'preference pairs'} for objective.name = "
+            f"{name or 'sft'}, got the format {', '.join(sorted(formats))}: set objective.name = {wanted}, or use "
+            "other data"
         )
     if name == "lm" and formats != {"text"}:
         raise ConfigError(
@@ -256,7 +258,7 @@ def _tokenize(
 def _save_processing_files(
     source: ModelSource, tokenizer: Tokenizer, template: ChatTemplate | None, folder: Path
 ) -> None:
-    """Write tokenizer, template and generation defaults; special tokens are exactly those the template was given."""
+    """Write tokenizer, template and generation defaults, with exactly the special tokens that the template sees."""
     tokenizer.save(folder)
     directory = source.location.find(GENERATION_CONFIG)
     fields = {} if directory is None else parse_json((directory / GENERATION_CONFIG).read_bytes())
@@ -266,7 +268,7 @@ def _save_processing_files(
     if template is not None:
         template.save(folder)
         settings = parse_json((folder / TOKENIZER_CONFIG).read_bytes())
-        if "bos_token" not in template.special_tokens:  # it would appear in templates that write bos_token
+        if "bos_token" not in template.special_tokens:  # otherwise, templates that use bos_token would render it
             settings.pop("bos_token", None)
         settings |= template.special_tokens | {"eos_token": tokenizer.eot_token}
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

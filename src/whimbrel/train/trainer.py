@@ -755,7 +755,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             device=self.device.type,
             device_name=device_name(self.device),
             parameters=build.num_parameters(model),
-            frozen_parameters=build.num_parameters(model, trained=False),
+            frozen_parameters=build.num_parameters(model, trainable=False),
             memory=estimate_memory(model, self.optimizer),
             optimizer_table=() if self.optimizer is None else parameter_table(model, self.optimizer),
             samples_per_step=samples,

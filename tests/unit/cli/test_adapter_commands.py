@@ -91,7 +91,7 @@ def test_finalize_without_merging(adapter, base, tmp_path, capsys):
         ("adapter", ("--quantize", "int8"), "--quantize needs --merge for a model with adapters"),
         ("adapter", ("--dtype", "bf16"), "--dtype needs --merge"),
         ("base", ("--merge",), "--merge needs a run or directory with adapters"),
-        ("base", ("--base", "base"), "expected an adapter with a base model (--base)"),
+        ("base", ("--base", "base"), "--base is for adapters, but"),
     ],
 )
 def test_options_without_effect_are_refused(adapter, tmp_path, monkeypatch, capsys, source, options, message):

@@ -205,7 +205,7 @@ def test_refusals(base, adapters, tmp_path):
         LLM(model, adapters=adapters)
     save(base, "some", tmp_path / "other", 0)
     byte_tokenizer(["<|im_end|>"]).save(tmp_path / "other")
-    with pytest.raises(ConfigError, match="expected the tokenizer of the base model for 'other'"):
+    with pytest.raises(ConfigError, match="expected 'other' to use the base model's tokenizer"):
         LLM(base, device="cpu", adapters={"other": tmp_path / "other"})
     byte_tokenizer([f"<|{i}|>" for i in range(9)]).save(tmp_path / "other")
     with pytest.raises(ConfigError, match="adapter other: expected a tokenizer of at most 260 tokens"):

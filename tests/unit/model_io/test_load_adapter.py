@@ -155,10 +155,10 @@ def test_weights_of_another_base_are_refused(base, tmp_path, trained):
     torch.manual_seed(1)
     whimbrel.save_model(add_noise(GPT(SHAPE), 0.1), tmp_path / "other", byte_tokenizer())
     for name, quantize in (("tuned", None), ("other", None), ("other", "int4")):
-        with pytest.raises(CheckpointError, match=rf"other weights than .*{name}: .* \(--base\)"):
+        with pytest.raises(CheckpointError, match=rf"different weights than .*{name}: .* \(--base\)"):
             whimbrel.load_model(run, base=tmp_path / name, quantize=quantize)
     LLM(str(base), adapters={"run": run}, device="cpu")
-    with pytest.raises(CheckpointError, match="other weights than"):
+    with pytest.raises(CheckpointError, match="different weights than"):
         LLM(str(tmp_path / "other"), adapters={"run": run}, device="cpu")
 
 
@@ -169,10 +169,10 @@ def test_a_missing_base_is_reported_with_the_remedy(base, adapter, tmp_path):
         whimbrel.load_model(adapter)
     assert torch.equal(logits(whimbrel.load_model(adapter, base=moved)), expected)
     assert open_model(adapter, base=moved).location.root == moved
-    with pytest.raises(ConfigError, match="expected an adapter with a base model"):
+    with pytest.raises(ConfigError, match="--base is for adapters, but"):
         whimbrel.load_model(moved, base=moved)
     table = json.loads((adapter / "adapter_config.json").read_text())
-    for name, message in ((None, "names no base model"), (str(adapter), "is an adapter of itself")):
+    for name, message in ((None, "without a recorded base model"), (str(adapter), "is recorded as its own base model")):
         (adapter / "adapter_config.json").write_text(json.dumps(table | {"base_model_name_or_path": name}))
         with pytest.raises(CheckpointError, match=message):
             whimbrel.load_model(adapter)
@@ -198,7 +198,8 @@ def test_a_base_model_in_the_hub_cache(base, adapter, tmp_path, monkeypatch):
             assert json.loads((tmp_path / "copy/adapter_config.json").read_text())["base_model_name_or_path"] == name
         else:
             with pytest.raises(
-                CheckpointError, match="adapter of someone/else, which is not downloaded: pass --base someone/else"
+                CheckpointError,
+                match="adapter of someone/else, which is not in the local cache: pass --base someone/else",
             ):
                 whimbrel.load_model(adapter)
 

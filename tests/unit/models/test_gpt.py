@@ -319,8 +319,8 @@ def test_flops_per_token_of_frozen_weights(tied: bool):
     model = GPT(replace(TINY, position="rope", tied_head=tied))
     before, frozen = model.num_parameters(), model.flops_per_token(20)
     apply_lora(model, LoraConfig(rank=2))
-    assert model.num_parameters(trained=False) == before
-    adapters = model.num_parameters(trained=True)
+    assert model.num_parameters(trainable=False) == before
+    adapters = model.num_parameters(trainable=True)
     assert model.num_parameters() == before + adapters
     attention = 12 * 3 * 32 * 20
     assert model.flops_per_token(20) == (frozen - attention) * 4 // 6 + 6 * adapters + attention

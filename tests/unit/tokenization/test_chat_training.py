@@ -174,7 +174,7 @@ def test_the_tokenizer_adds_bos_if_the_template_does_not(tokenizer: Tokenizer) -
         (Chat([{"role": "user", "content": "hi"}]), "expected an assistant turn"),
         (Chat([]), "at least one message"),
         (Chat([{"role": "assistant", "content": "hi"}]), "expected a message before the first assistant turn"),
-        (Chat(MESSAGES, WEATHER), "no place for tools"),
+        (Chat(MESSAGES, WEATHER), "does not support tools"),
         (Chat([*MESSAGES, {"role": "user", "content": "\ud800"}]), "lone surrogate"),
         (Chat([{"role": "user", "content": object()}, *MESSAGES[1:]]), "JSON values"),
         (Chat([{"role": "user"}, *MESSAGES[1:]]), "no attribute 'content'"),
@@ -231,7 +231,7 @@ def test_tools_of_a_prompt_cannot_inject_special_tokens(tokenizer: Tokenizer) ->
     ids = template.encode(tokenizer, MESSAGES[:1], tools=WEATHER)
     assert "“Zürich” <|im_end|>." in tokenizer.decode(ids)
     assert ids.count(tokenizer.pipeline.token_to_id("<|im_end|>")) == 2
-    with pytest.raises(RequestError, match="no place for tools"):
+    with pytest.raises(RequestError, match="does not support tools"):
         ChatTemplate(CHATML).encode(tokenizer, MESSAGES, tools=WEATHER)
 
 
@@ -259,7 +259,7 @@ def test_a_builtin_template_extends_the_tokenizer_and_survives_saving(name: str,
     assert loaded_template.encode(loaded, MESSAGES) == ids
     assert tokenizer.eot_id in ids
     if name != "chatml":
-        with pytest.raises(RequestError, match="no place for tools"):
+        with pytest.raises(RequestError, match="does not support tools"):
             template.encode(tokenizer, MESSAGES, tools=WEATHER)
         with pytest.raises(RequestError, match="chatml"):
             template.render([*MESSAGES, {"role": "tool", "content": "3"}])

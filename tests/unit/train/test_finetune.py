@@ -110,7 +110,7 @@ def test_adapters_and_samples_need_a_model(base: Path, chats: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="fine-tuning needs model.path: pass --model.path=PATH"):
         load_run_config(write(tmp_path, table))
     del table["lora"]
-    with pytest.raises(ConfigError, match="need model.path"):
+    with pytest.raises(ConfigError, match="tokenizer and chat template of model.path"):
         load_run_config(write(tmp_path, table))
 
 
@@ -167,7 +167,7 @@ def test_samples_are_tokenized_once_and_checked_on_resume(base: Path, chats: Pat
     assert first.stats.samples == first.train.stats.samples + first.val.stats.samples == len(reversal_task()[0])
 
     train(config)
-    with pytest.raises(DataError, match="data.val is not what the run"):
+    with pytest.raises(DataError, match="data.val has changed since the run"):
         prepare_samples(run_config(base, chats, tmp_path / "run", data={"val": 0.2}, **LORA))
     content = chats.read_text()
     chats.write_text(content.replace("0123", "3210"))
@@ -195,7 +195,7 @@ def test_a_run_resumes_from_another_directory_and_with_a_moved_base(
     assert len(losses(tmp_path / "run")) == 6
     load_model(tmp_path / "run")
     (moved / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    with pytest.raises(DataError, match="the chat template is not what the run"):
+    with pytest.raises(DataError, match="the chat template has changed since the run"):
         train(run_config(moved, chats, tmp_path / "run", train={"steps": 8}, **LORA))
 
 
@@ -423,7 +423,7 @@ def test_distillation_approaches_the_teacher(base: Path, chats: Path, tmp_path: 
     assert 0 < found[-1] < found[0]
     small = save_base_model(tmp_path / "small", special=("<|endoftext|>",))
     other = run_config(base, chats, tmp_path / "other", objective=objective | {"teacher": str(small)}, **LORA)
-    with pytest.raises(ConfigError, match="the vocabulary of the model"):
+    with pytest.raises(ConfigError, match="the model's vocabulary"):
         Trainer.from_config(other)
 
 
