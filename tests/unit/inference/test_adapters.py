@@ -195,7 +195,7 @@ def test_chat_uses_template_and_stop_tokens_of_the_adapter(base, adapters, tmp_p
 
 def test_refusals(base, adapters, tmp_path):
     llm = LLM(base, device="cpu", adapters=adapters)
-    with pytest.raises(RequestError, match=r"expected one of the adapters .* \(all, some, dora\), got 'other'"):
+    with pytest.raises(RequestError, match=r"expected one of the loaded adapters \(all, some, dora\), got 'other'"):
         llm.generate("a", adapter="other")
     with pytest.raises(RequestError, match=r"\(none\), got 'all'"):
         LLM(base, device="cpu").generate("a", adapter="all")
