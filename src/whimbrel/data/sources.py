@@ -48,6 +48,7 @@ FILE_TYPES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".tx
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 COMPRESSION_RATIO = 3
 """Estimated bytes of text per byte of a compressed file; only used to size the validation split."""
+ARRAY_REMEDY = "write one object per line (jq -c '.[]' data.json > data.jsonl)"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 FINGERPRINT_BYTES = 1 << 16
 """Bytes hashed at each end of a file to identify it."""
@@ -399,6 +400,8 @@ def _jsonl_rows(path: Path, codec: str | None) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
+                if number == 1 and line.lstrip().startswith(b"["):
+                    raise DataError(f"expected a JSON object per line, got an array: {ARRAY_REMEDY}")
                 value = _parse_json_line(line)
                 if not isinstance(value, dict):
                     raise DataError(f"expected a JSON object, got a {type(value).__name__}")
@@ -546,7 +549,8 @@ def _data_errors(message: str) -> Iterator[None]:
 def _supported_file(path: Path) -> LocalFile:
     file = _local_file(path, path.name)
     if file is None:
-        raise ConfigError(f"expected a {_supported_suffixes()} file, got {path}")
+        remedy = f": {ARRAY_REMEDY}" if path.suffix == ".json" else ""
+        raise ConfigError(f"expected a {_supported_suffixes()} file, got {path}{remedy}")
     return file
 
 

@@ -314,3 +314,12 @@ def test_data_without_samples_is_rejected(tmp_path: Path) -> None:
         list(ConversationReader([write_lines(tmp_path / "a.jsonl", "")]))
     with pytest.raises(DataError, match=r"no samples in b\.jsonl \(1 skipped: .*line 1: not JSON"):
         list(ConversationReader([write_lines(tmp_path / "b.jsonl", "{")], skip_bad=True))
+
+
+def test_a_json_array_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    for name in ("array.jsonl", "array.json"):
+        (tmp_path / name).write_text(json.dumps([{"prompt": "a", "completion": "b"}], indent=1))
+    with pytest.raises(DataError, match=r"line 1: expected a JSON object per line, got an array: write one .*jq -c"):
+        list(ConversationReader([str(tmp_path / "array.jsonl")]))
+    with pytest.raises(ConfigError, match=r"got .*array\.json: write one object per line \(jq -c"):
+        ConversationReader([str(tmp_path / "array.json")])
