@@ -136,7 +136,7 @@ def test_tool_choice(client):
 def test_invalid_calls_get_a_400(client):
     *_, last = messages = conversation("Bern")[:3]
     for arguments, message in (
-        ("{", "JSON of an object"),
+        ("{", "a JSON object"),
         ('{"a": ' + "[" * 500 + "]" * 500 + "}", "levels of nesting"),
     ):
         messages[1]["tool_calls"][0]["function"]["arguments"] = arguments

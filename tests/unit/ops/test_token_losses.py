@@ -201,7 +201,7 @@ def test_ids_outside_the_vocabulary_raise() -> None:
     with pytest.raises(DataError, match=f"target ids .* got {V}"):
         linear_log_probs(hidden, weight, targets, vocab_size=V)
     _, ids, log_probs = teacher(3, 1.0)
-    with pytest.raises(DataError, match=f"teacher with the vocabulary .* got token id {int(ids.max())}"):
+    with pytest.raises(DataError, match=f"teacher with the model's vocabulary .* got token id {int(ids.max())}"):
         linear_distillation_loss(hidden, weight, ids, log_probs, vocab_size=int(ids.max()))
     with pytest.raises(DataError, match="expected k from 1 to"):
         linear_top_k(hidden, weight, V + 1, vocab_size=V)
