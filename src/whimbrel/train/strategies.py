@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 from whimbrel.base.errors import ConfigError, MissingExtraError
 from whimbrel.distributed import ParallelConfig, World
 from whimbrel.train.arguments import MinimalTrainingArguments
-from whimbrel.train.build import SampleFunction
 from whimbrel.train.config import RunConfig, TrainerConfig
 from whimbrel.train.trainer import Trainer
 
@@ -37,12 +35,9 @@ class StrategyTrainer(Trainer):
         super().__init__(args, model, **kwargs)
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, *, callbacks: Iterable[Any] | None = None, sample_func: SampleFunction | None = None
-    ) -> Self:
+    def from_config(cls, config: RunConfig, **options: Any) -> Self:
         """As `Trainer.from_config`, with this strategy."""
-        config = replace(config, parallel=cls._with_strategy(config.parallel))
-        return super().from_config(config, callbacks=callbacks, sample_func=sample_func)
+        return super().from_config(replace(config, parallel=cls._with_strategy(config.parallel)), **options)
 
     @classmethod
     def _with_strategy(cls, config: ParallelConfig) -> ParallelConfig:

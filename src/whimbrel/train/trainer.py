@@ -181,24 +181,21 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         *,
         callbacks: Iterable[Any] | None = None,
         sample_func: build.SampleFunction | None = None,
+        objective: Objective | ObjectiveFunction | None = None,
     ) -> Self:
         """Build a trainer for a GPT on token shards or samples; an existing run in the output directory is resumed.
 
         `callbacks` and those that the configuration enables are added to the defaults. `sample_func` generates the text
-        for `[sample]` instead of the inference engine.
+        for `[sample]` instead of the inference engine. `objective` replaces that of `[objective]`.
         """
         config = resolve_strategy(config)
         world = join_world(config.parallel, choose_device(config.train.device).type)
         config = resume_after_restart(config, world)
         build_parts = build.build_run if config.data.sources is None else build_finetuning_run
         parts = build_parts(config, world, sample_func)
-        trainer = cls(
-            parts.config,
-            parts.model,
-            callbacks=[*(callbacks or ()), *parts.callbacks],
-            world=world,
-            **parts.trainer_arguments(),
-        )
+        arguments = parts.trainer_arguments() | ({} if objective is None else {"objective": objective})
+        all_callbacks = [*(callbacks or ()), *parts.callbacks]
+        trainer = cls(parts.config, parts.model, callbacks=all_callbacks, world=world, **arguments)
         trainer._requested_config, trainer._recorded_config = config, parts.recorded_config
         return trainer
 

@@ -394,6 +394,17 @@ def test_epochs_see_every_row(base: Path, chats: Path, tmp_path: Path) -> None:
     assert supervised == 2 * prepare_samples(config).train.stats.supervised_tokens
 
 
+def test_an_objective_from_python_replaces_that_of_the_config(base: Path, chats: Path, tmp_path: Path) -> None:
+    def doubled(model: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
+        targets = batch.pop("targets")
+        return 2 * model(**batch, targets=targets, num_items_in_batch=1).loss, (targets != -100).sum()
+
+    settings = {"train": {"steps": 1}, **LORA}
+    train(run_config(base, chats, tmp_path / "sft", **settings))
+    Trainer.from_config(run_config(base, chats, tmp_path / "doubled", **settings), objective=doubled).train()
+    assert losses(tmp_path / "doubled")[0] == pytest.approx(2 * losses(tmp_path / "sft")[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("name", ["dpo", "orpo"])
 def test_preference_objectives_prefer_the_chosen_answers(

@@ -139,7 +139,7 @@ def test_accumulation_does_not_change_the_losses(make_run: MakeRun, tmp_path: Pa
 def test_training_and_validation_loss_decrease(make_run: MakeRun) -> None:
     seen = run(make_run(train__steps=60, optim__lr=1e-2, validation__every=30))
     assert seen.records[0]["loss"] == pytest.approx(math.log(300), abs=0.2)
-    assert seen.records[-1]["loss"] < 4.2
+    assert seen.records[-1]["loss"] < seen.records[0]["loss"] - 1
     assert [step for step, _ in seen.validation] == [30, 60]
     assert seen.validation[1][1] < seen.validation[0][1] < math.log(300)
 
