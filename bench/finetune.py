@@ -1,12 +1,12 @@
-"""LoRA and QLoRA fine-tuning beside transformers + PEFT: tokens/s, peak memory, predicted memory.
+"""LoRA and QLoRA fine-tuning compared with transformers + PEFT: tokens/s, peak memory, predicted memory.
 
     python bench/finetune.py --device cuda --shape llama3.1-8b --out bench/results/finetune-8b.json
     python bench/finetune.py --device cpu --shape tiny
 
 Each contender trains in a separate process, on the same packed rows of random tokens: 8,192 tokens per step in rows of
 2,048, adapters of rank 16 on all linear layers, activation checkpointing, AdamW. Whimbrel trains with its `Trainer`.
-The peer is a bare loop: bf16 weights, fp32 adapters and autocast, as `transformers.Trainer` and TRL train. It either
-isolates the samples of a row (`position_ids`, as Whimbrel does), or lets tokens attend across samples, which is faster.
+The baseline is a bare loop: bf16 weights, fp32 adapters and autocast, as in `transformers.Trainer` and TRL. It either
+isolates packed samples (`position_ids`, as Whimbrel does), or lets tokens attend across samples, which is faster.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class StepTimer(TrainerCallback):
         self.device, self.times = device, list[float]()
 
     def on_step_begin(self, **event: Any) -> None:
-        """All work of earlier steps is done."""
+        """Record the time after earlier steps have finished on the device."""
         self.times.append(now(self.device))
 
     def on_train_end(self, **event: Any) -> None:
-        """The end of the last step."""
+        """Record the end of the last step."""
         self.times.append(now(self.device))
 
 
@@ -233,7 +233,7 @@ def measure_in_subprocess(args: argparse.Namespace, settings: dict[str, Any]) ->
 
 
 def predict(args: argparse.Namespace, micro_batch: int, weights: str | None = None) -> dict[str, Any]:
-    """The predicted memory of a contender of ours."""
+    """The predicted memory of a Whimbrel contender."""
     with tempfile.TemporaryDirectory() as folder:
         config = run_config(args.shape, Path(folder), args.device, micro_batch, args.steps, weights)
         [prediction] = predict_memory(config, args.device)
@@ -242,7 +242,7 @@ def predict(args: argparse.Namespace, micro_batch: int, weights: str | None = No
 
 
 def describe(name: str, result: dict[str, Any], peer: dict[str, Any] | None) -> str:
-    """One line about a contender."""
+    """One line of results, with ratios to the baseline."""
     if "failed" in result:
         return f"{name:42} failed: {result['failed']}"
     line = f"{name:42} {result['tokens_per_second']:8.0f} tokens/s"
@@ -260,7 +260,7 @@ def describe(name: str, result: dict[str, Any], peer: dict[str, Any] | None) -> 
 
 
 def main() -> None:
-    """Measure all contenders and print each beside the first."""
+    """Measure all contenders and compare them with the first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", default="tiny", help="tiny, or the name of a preset")

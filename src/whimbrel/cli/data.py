@@ -24,9 +24,7 @@ TextKey = Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) of t
 Encoding = Annotated[str, typer.Option(help="Encoding of text and jsonl files, such as latin-1 or utf-16.")]
 SkipBad = Annotated[
     bool,
-    typer.Option(
-        "--skip-bad", help="Skip documents that cannot be read (not UTF-8, not JSON, without text) and count them."
-    ),
+    typer.Option("--skip-bad", help="Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text)."),
 ]
 
 tokenizer_app = typer.Typer(help="Train a tokenizer, or inspect one.", no_args_is_help=True)
@@ -48,7 +46,7 @@ def prepare(
     total_tokens: Annotated[int | None, typer.Option(help="Training tokens to write. (default: all)")] = None,
     val: Annotated[list[str] | None, typer.Option(help="Source of the validation split; can be repeated.")] = None,
     val_tokens: Annotated[
-        int, typer.Option(help="Tokens to hold out of SOURCE for validation: documents, or parts of long ones.")
+        int, typer.Option(help="Tokens of SOURCE to hold out for validation: documents, or parts of long ones.")
     ] = 0,
     tokenizer: Annotated[str, typer.Option(help="gpt2, a tokenizer.json, or a directory with one.")] = "gpt2",
     text_key: TextKey = "text",
@@ -138,7 +136,7 @@ def train_tokenizer_command(
         count = f"{len(errors):,} document{'s' * (len(errors) != 1)}"
         print(f"skipped {count} that could not be read, the first one: {errors[0]}", file=sys.stderr)
     if manifest is not None and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{out_dir} has shards prepared with its tokenizer.json: choose another --out-dir")
+        raise DataError(f"{out_dir} contains shards that need its current tokenizer.json: choose another --out-dir")
     tokenizer.save(out_dir)
     print(f"wrote {out_dir / 'tokenizer.json'}: {tokenizer.vocab_size:,} ids")
 

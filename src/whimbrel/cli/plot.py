@@ -1,4 +1,4 @@
-"""`whimbrel plot`: loss, learning rate, gradient norm and speed of runs as a picture, without torch."""
+"""`whimbrel plot`: loss, learning rate, gradient norm and speed of runs as an image, without importing torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PANELS = {
     "loss": "loss", "lr": "learning rate", "norm": "gradient norm", "speed": "tokens/s", "memory": "peak memory (GiB)",
 }  # fmt: skip
 REWARD_PANELS = {"margin": "reward margin", "accuracy": "reward accuracy"}
-"""Plotted by default if a run has preference pairs."""
+"""Plotted by default if a run trained on preference pairs."""
 LABELS = PANELS | REWARD_PANELS
 ENTRIES = {
     "norm": "grad_norm", "memory": "peak_memory", "margin": "rewards/margins", "accuracy": "rewards/accuracies",
 }  # fmt: skip
-"""Entries of log.jsonl whose names are not those of the panels; those of validations start with `eval_`."""
+"""Keys in log.jsonl of panels with a different name; in validation lines, they have the prefix `eval_`."""
 SMOOTHED = {"loss", "norm", "speed", *REWARD_PANELS}
 VALIDATED = {"loss", *REWARD_PANELS}
 SMOOTHING = 0.02
@@ -52,7 +52,7 @@ def plot(
         int | None,
         typer.Option(min=1, help="Smooth curves over about N steps; 1 turns it off. (default: 2% of the longest run)"),
     ] = None,
-    open_file: Annotated[bool, typer.Option("--open", help="Open the picture in the default viewer.")] = False,
+    open_file: Annotated[bool, typer.Option("--open", help="Open the image in the default viewer.")] = False,
 ) -> None:
     """Plot loss, learning rate, gradient norm, speed, memory, and the rewards of preference pairs."""
     from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
@@ -93,7 +93,7 @@ def plot(
         figure.savefig(file, format=target.suffix[1:], dpi=130)
     print(f"wrote {target}")
     if open_file and typer.launch(str(target)) != 0:
-        print(f"found no program to open {target}")
+        print(f"could not open {target}")
 
 
 def _draw(figure: Figure, logs: Sequence[RunLog], panels: Sequence[str], *, tokens: bool, span: int) -> None:
@@ -119,7 +119,7 @@ def _draw(figure: Figure, logs: Sequence[RunLog], panels: Sequence[str], *, toke
 
 
 def _draw_run(axes: Axes, panel: str, log: RunLog, color: Any, *, tokens: bool, span: int, single: bool) -> None:
-    """Add the curve of a run to a panel; values that are not finite (null in the log) become gaps."""
+    """Add the curve of a run to a panel; non-finite values (null in the log) become gaps."""
     from whimbrel.train.run_log import smooth
 
     def xs(lines: list[dict[str, Any]]) -> list[int]:
@@ -127,7 +127,7 @@ def _draw_run(axes: Axes, panel: str, log: RunLog, color: Any, *, tokens: bool, 
 
     values = [_value(panel, line) for line in log.steps]
     smoothed = panel in SMOOTHED and span > 1
-    if smoothed and single:  # the unsmoothed curves of several runs would cover each other
+    if smoothed and single:  # unsmoothed curves of several runs would hide each other
         axes.plot(xs(log.steps), _with_gaps(values), linewidth=0.8, alpha=0.3, color=color)
     curve = smooth(values, span) if smoothed else values
     axes.plot(xs(log.steps), _with_gaps(curve), linewidth=1.4, color=color)

@@ -1,4 +1,4 @@
-"""`whimbrel watch`: a live page of runs; and the same page of one run while `whimbrel train` trains it."""
+"""`whimbrel watch`: a live dashboard of runs, which `whimbrel train` also serves for its own run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["LivePage", "watch"]
 
 KEY_VARIABLE = "WHIMBREL_API_KEY"
 GRACE_SECONDS = 5
-"""How long the page of `whimbrel train` stays after the run, so that open browsers get its end."""
+"""How long `whimbrel train` serves the page after the run ends, so that open browsers get the last steps."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,13 @@ def watch(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Runs, or directories that contain runs. (default: runs)")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other devices, too.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 makes the page reachable from other devices.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8001,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=KEY_VARIABLE, show_envvar=True, help="Key of the page. (default: a random one)"),
+        typer.Option(envvar=KEY_VARIABLE, show_envvar=True, help="Key that protects the page. (default: random)"),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
@@ -51,8 +53,8 @@ def watch(
 ) -> None:
     """Show runs on a live page: loss, learning rate, gradient norm, speed, memory and samples.
 
-    New runs and new steps appear without a reload. The printed link contains the key of the page, which can also save
-    and stop the runs that you own. Ctrl-C closes the page; runs continue.
+    New runs and new steps appear without a reload. The printed link contains the key. From the page, you can
+    also save and stop runs that you own. Ctrl-C closes the page; runs continue.
     """
     from whimbrel.server import ServeConfig
 
@@ -85,7 +87,7 @@ def _run(config: ServeConfig, directories: list[Path], inherited_socket: int | N
         def on_ready() -> None:
             print(f"watching {', '.join(map(str, directories))} at {link}", flush=True)
             if open_page and typer.launch(link) != 0:
-                print("found no browser to open", flush=True)
+                print("could not open a browser", flush=True)
 
         server.run_on(sock, on_ready=on_ready)
 
@@ -95,16 +97,16 @@ def _link(url: str, key: str | None) -> str:
 
 
 def _stop_after_parent() -> None:
-    """Wait for the end of the training process, which holds the other end of standard input, and stop the server."""
+    """Stop the server after the training process, which holds the other end of standard input, has exited."""
     sys.stdin.buffer.read()
     time.sleep(GRACE_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class LivePage(TrainerCallback):
-    """Serves the page of the run in another process, so that it cannot disturb training, and prints the link.
+    """Serves the page of the run in a separate process, so that it cannot slow down training, and prints the link.
 
-    Without `serve`, only logs the command that shows the run.
+    With `serve=False`, only logs the command that shows the run.
     """
 
     def __init__(self, *, serve: bool = True) -> None:
@@ -113,7 +115,7 @@ class LivePage(TrainerCallback):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether the extra `serve` is installed and a socket can be passed to the process."""
+        """Whether the extra `serve` is installed, and the platform can pass a socket to a subprocess."""
         packages = ("fastapi", "uvicorn", "h11", "prometheus_client")
         return os.name == "posix" and all(importlib.util.find_spec(name) is not None for name in packages)
 
@@ -129,7 +131,7 @@ class LivePage(TrainerCallback):
             command = [sys.executable, "-m", "whimbrel", "watch", str(directory)]
             self._process = subprocess.Popen(
                 [*command, f"--inherited-socket={sock.fileno()}"],
-                stdin=subprocess.PIPE,  # its end tells the process that training has ended, also after a kill
+                stdin=subprocess.PIPE,  # EOF tells the process that training has ended, even if it was killed
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[sock.fileno()],
@@ -145,5 +147,5 @@ class LivePage(TrainerCallback):
 
 
 def _environment() -> dict[str, str]:
-    """The environment without the variables of torchrun: the page is one process."""
+    """The environment without torchrun's variables: the page is not part of the process group."""
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

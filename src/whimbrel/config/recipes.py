@@ -1,7 +1,7 @@
-"""Recipes: configuration files that come with the package, found by name.
+"""Recipes: configuration files that ship with the package, found by name.
 
-The comment at the top of a recipe starts with a summary. Lines such as `# loss: 4.32` in it are what `whimbrel recipes`
-lists: the data that the recipe needs, and measured figures.
+The comment at the top of a recipe starts with a one-line summary. `whimbrel recipes` lists lines such as `# loss: 4.32`
+in it: the required data, and measured figures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIGURE = re.compile(r"# (data|loss|memory|time): +(\S.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What the comment at the top of a recipe says; a figure that was not measured is None."""
+    """The header of a recipe; figures that were not measured are None."""
 
     summary: str
     data: str

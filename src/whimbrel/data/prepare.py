@@ -61,7 +61,7 @@ HELD_OUT_FACTOR = 4.0
 data.
 """
 HELD_OUT_PARTS = 8
-"""Documents longer than this part of the validation tokens are split, so that few long documents can be divided too."""
+"""Documents longer than `val_tokens` divided by this are split, so that a few long documents can be divided, too."""
 MIN_PART_TOKENS = 64
 HELD_OUT_SHARE = 0.01
 """Share of documents considered for validation if the size of the source is unknown."""
@@ -96,8 +96,8 @@ def prepare(
     The tokenizer is saved too, so that `load_tokenizer(out_dir)` returns the one that the shards were prepared with.
 
     `val` lists the sources of the validation split. `val_tokens` instead holds out documents of `sources`, selected by
-    hash, and excludes copies of them from training; documents that are long compared with `val_tokens` are split for
-    this. `encoding` is that of text and jsonl files. `skip_bad` skips documents that cannot be read. `backend` runs the
+    hash, and excludes copies of them from training; documents that are long relative to `val_tokens` are split for
+    this. `encoding` applies to text and jsonl files. `skip_bad` skips documents that cannot be read. `backend` runs the
     encoding: `encode_on_threads(n)` (default: all cores) or `encode_on_ray`; the shards are the same bytes with either.
     """
     directory = Path(out_dir)
@@ -323,7 +323,7 @@ class BatchEncoder:
 
     @classmethod
     def from_settings(cls, tokenizer: Tokenizer, settings: ShardSettings) -> BatchEncoder:
-        """The encoder of a preparation."""
+        """The encoder for these settings."""
         part = max(settings.val_tokens // HELD_OUT_PARTS, MIN_PART_TOKENS)
         return cls(tokenizer, settings.val_share, part * BYTES_PER_TOKEN, settings.skip_bad)
 
@@ -353,7 +353,7 @@ class BatchEncoder:
         return EncodedBatch(np.concatenate(train), tuple(held_out), read, len(errors), first_error, batch.progress)
 
     def _assign(self, parts: Iterable[NDArray[Any]], train: list[NDArray[Any]], held_out: list[NDArray[Any]]) -> None:
-        """Add the parts of one document to the split of each.
+        """Assign the parts of one document to `train` or `held_out`.
 
         Every part starts with the end-of-text token, which is dropped where training text continues without a gap.
         """

@@ -145,15 +145,15 @@ def resolve_sources(sources: Sequence[str]) -> list[Source]:
     for source in itertools.chain.from_iterable(map(resolve_source, sources)):
         key = source.path.resolve() if isinstance(source, LocalFile) else source
         if key in resolved:
-            logger.warning("%s is listed more than once: it is read once", source.name)
+            logger.warning("%s is listed more than once: reading it once", source.name)
         resolved.setdefault(key, source)
     return list(resolved.values())
 
 
 def is_source(path: Path) -> bool:
-    """Whether `resolve_source` would read a local path: a file by its name, a directory by the files in it.
+    """Whether `resolve_source` accepts a local path, judging by its suffix or by the files in the directory.
 
-    A directory with binary files, as token shards are, is not a source.
+    A directory with .bin files (token shards) is not a source.
     """
     if not path.is_dir():
         return _file_type(path)[0] is not None
@@ -162,7 +162,7 @@ def is_source(path: Path) -> bool:
 
 
 def with_skip_hint(error: DataError) -> DataError:
-    """The error of a document that cannot be read, with the options that help."""
+    """Append the options that help to the error of a document that cannot be read."""
     encoding = "set --encoding, or " if "not UTF-8" in str(error) else ""
     return DataError(f"{error}; {encoding}pass --skip-bad to skip such documents")
 
@@ -211,7 +211,7 @@ def check_encoding(encoding: str, sources: Sequence[Source]) -> None:
     try:
         "a".encode(encoding)
     except (LookupError, ValueError) as error:
-        raise ConfigError(f"unknown --encoding {encoding!r}: pass one that Python knows, such as latin-1") from error
+        raise ConfigError(f"unknown --encoding {encoding!r}: expected a Python codec, such as latin-1") from error
     is_text = any(isinstance(source, LocalFile) and source.kind != "parquet" for source in sources)
     if codecs.lookup(encoding).name != "utf-8" and not is_text:
         raise ConfigError(f"--encoding {encoding} applies to text and jsonl files, but no source is one: omit it")
@@ -430,7 +430,7 @@ def _read_blocks(
 ) -> Iterator[tuple[bytes, float]]:
     """The content of a file in blocks that end after a match of `pattern` (None: one block), with the share read.
 
-    Other encodings are converted to UTF-8. Bytes that are invalid in them are kept, so that parsing finds them.
+    Other encodings are converted to UTF-8. Invalid bytes are kept, so that parsing reports them.
     """
     import pyarrow as pa
 
@@ -573,7 +573,7 @@ def _file_type(path: Path) -> tuple[str | None, str | None]:
 
 
 def _similar_file(path: Path) -> str:
-    """A hint at the entry of the same directory with the most similar name."""
+    """Suggest the entry of the same directory with the most similar name."""
     with contextlib.suppress(OSError, ValueError):
         name = suggest(path.name, [entry.name for entry in path.parent.iterdir()])
         return "" if name is None else f" (did you mean {path.parent / name}?)"

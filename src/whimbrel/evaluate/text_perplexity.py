@@ -191,7 +191,7 @@ def held_out_evaluation(
     `data` is validation shards, text (as in `prepare`), conversations or preference pairs (as in `finetune`), or a
     directory of TokenizedSamples. The loss is that of validation in training: the tokens are split into sequences of
     `sequence_length` (default: the context length, at most 1024), and `mask_documents` restricts attention to each
-    document. Of samples, only supervised tokens count, and of preference pairs only the chosen answers. `model` is the
+    document. In samples, only supervised tokens count; in preference pairs, only the chosen answers. `model` is the
     path of the model, which is read for its config and tokenizer; `base` that of its base model, for an adapter.
     """
     location = locate_model(model, base)
@@ -253,7 +253,7 @@ def _has_conversations(data: str) -> bool:
 def _samples_evaluation(
     samples: TokenizedSamples, name: str, length: int, max_tokens: int
 ) -> Callable[[GPT], HeldOutResult]:
-    """The evaluation of packed samples: the first sequences with at least `max_tokens` tokens in all."""
+    """Evaluate on packed samples: as many sequences as `max_tokens` tokens need."""
     rows = PackedRows(samples, length, pad_id=0)
     num_rows, step = min(len(rows), -(-max_tokens // length)), max(1, BATCH_TOKENS // length)
 

@@ -107,14 +107,14 @@ def packed_documents(position_ids: Tensor) -> Tensor:
 
 
 class PackedMask(NamedTuple):
-    """The documents of packed rows, for a kernel that needs no mask (`packed_attention`)."""
+    """The document boundaries of packed rows, for `packed_attention`, which needs no boolean mask."""
 
-    lengths: Tensor
+    cu_seqlens: Tensor
     window: int | None
 
 
 Mask = Tensor | PackedMask | None
-"""Who attends to whom: a boolean mask, documents, or None for causal attention."""
+"""A boolean mask, document boundaries, or None for causal attention."""
 
 
 def attention_masks(
@@ -122,8 +122,8 @@ def attention_masks(
 ) -> dict[int | None, Mask]:
     """The mask of each window size of a model. `positions` and `documents` are as in `causal_mask`."""
     if documents_BT is not None and positions.dim() == 1 and can_attend_packed(x_BTC, config.head_dim):
-        lengths = cumulative_lengths(documents_BT)
-        return {window: PackedMask(lengths, window) for window in set(config.windows)}
+        cu_seqlens = cumulative_lengths(documents_BT)
+        return {window: PackedMask(cu_seqlens, window) for window in set(config.windows)}
     return {window: causal_mask(positions, window=window, documents_BT=documents_BT) for window in set(config.windows)}
 
 
@@ -254,7 +254,7 @@ class Attention(nn.Module):
         if cached is not None:
             y_BHTD = cached(q, k, v)
         elif isinstance(mask, PackedMask):
-            y_BHTD = packed_attention(q, k, v, mask.lengths, mask.window)
+            y_BHTD = packed_attention(q, k, v, mask.cu_seqlens, mask.window)
         else:
             y_BHTD = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, enable_gqa=self.kv_heads != self.num_heads

@@ -1,7 +1,7 @@
-"""Embedding and head with frozen weights of which the rows of a few tokens are trained, as PEFT's trainable tokens.
+"""Frozen embedding and head in which only the rows of a few tokens are trained, like PEFT's trainable tokens.
 
-LoRA uses them for the special tokens that a chat template adds. The trained rows are parameters of their own, which
-replace rows of the weight in the forward pass; gradients and optimizer state exist for these rows only.
+LoRA uses them for the special tokens that a chat template adds. The trained rows are separate parameters that replace
+rows of the weight in the forward pass, so gradients and optimizer state exist only for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _TrainableTokens(nn.Module):
     def _add_rows(self, tokens: Sequence[int], dtype: torch.dtype) -> None:
         rows, width = self.weight.shape
         if len(set(tokens)) != len(tokens) or not all(0 <= token < rows for token in tokens):
-            raise ConfigError(f"trainable tokens: expected different ids from 0 to {rows - 1}, got {list(tokens)}")
+            raise ConfigError(f"trainable tokens: expected unique ids from 0 to {rows - 1}, got {list(tokens)}")
         device = self.weight.device
         self.tokens, self.enabled = tuple(tokens), True
         self.trainable_tokens = nn.Parameter(torch.empty(len(tokens), width, dtype=dtype, device=device))
@@ -45,7 +45,7 @@ class _TrainableTokens(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """A copy of the weight, dense, with the trained rows."""
+        """A dense copy of the weight that includes the trained rows."""
         return _replace_rows(self.weight, self.token_indices, self.trainable_tokens)
 
 
@@ -112,7 +112,7 @@ def head_rows(head: nn.Linear) -> tuple[Tensor, Tensor] | None:
 
 
 def head_weight(head: nn.Linear) -> Tensor:
-    """The weight of the head; a copy if some rows are replaced, through which their gradients flow."""
+    """The weight of the head; if rows are replaced, a copy through which their gradients flow."""
     rows = head_rows(head)
     return head.weight if rows is None else _replace_rows(head.weight, *rows)
 

@@ -118,7 +118,7 @@ def _mask(view: KVView, positions: Tensor, slots: int, window: int | None) -> Te
     return mask if mask.dim() == 2 else mask[:, None]
 
 
-# Packed rows: a row has several documents, each of which attends only to itself
+# Packed rows: several documents per row, without attention between them
 
 
 def can_attend_packed(x: Tensor, head_size: int) -> bool:
@@ -129,34 +129,34 @@ def can_attend_packed(x: Tensor, head_size: int) -> bool:
 
 
 def cumulative_lengths(documents_BT: Tensor) -> Tensor:
-    """First token of each document in the flattened batch, and the number of tokens: (documents + 1,), int32.
+    """`cu_seqlens` of flash attention: offsets of the documents in the flattened batch, (documents + 1,), int32.
 
-    A document starts where the number changes, and at the start of a row. Synchronizes with a GPU.
+    A document starts where the number changes, and at the start of a row. Synchronizes with the GPU.
     """
     if has_torch_function_unary(documents_BT):
         return handle_torch_function(cumulative_lengths, (documents_BT,), documents_BT)
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT.diff(dim=1) != 0
     starts = starts_BT.flatten().nonzero().flatten()
-    lengths = F.pad(starts, (0, 1), value=documents_BT.numel()).int()
-    torch._dynamo.mark_dynamic(lengths, 0)  # compile once for any number of documents
-    return lengths
+    cu_seqlens = F.pad(starts, (0, 1), value=documents_BT.numel()).int()
+    torch._dynamo.mark_dynamic(cu_seqlens, 0)  # compile once for any number of documents
+    return cu_seqlens
 
 
 def packed_attention(
-    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, lengths: Tensor, window: int | None = None
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, cu_seqlens: Tensor, window: int | None = None
 ) -> Tensor:
-    """Causal attention within documents, with flash attention for sequences of different lengths.
+    """Causal attention within documents, with variable-length (varlen) flash attention.
 
-    Equal to `scaled_dot_product_attention` with the mask of the documents, but no work is done between documents.
-    `lengths` is from `cumulative_lengths`; a query attends to the last `window` tokens of its document.
+    Equal to `scaled_dot_product_attention` with a block-diagonal mask, but skips the masked blocks.
+    `cu_seqlens` is from `cumulative_lengths`; a query attends to the last `window` tokens of its document.
     """
     if not torch.compiler.is_compiling() and has_torch_function_unary(q_BHTD):
-        return handle_torch_function(packed_attention, (q_BHTD,), q_BHTD, k_BHTD, v_BHTD, lengths, window)
+        return handle_torch_function(packed_attention, (q_BHTD,), q_BHTD, k_BHTD, v_BHTD, cu_seqlens, window)
     B, _, T, _ = q_BHTD.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BHTD, v_BHTD))
     y, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, lengths, lengths, T, T,
+        q, k, v, cu_seqlens, cu_seqlens, T, T,
         dropout_p=0.0, is_causal=True, return_debug_mask=False,
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,

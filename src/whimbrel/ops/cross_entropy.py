@@ -64,8 +64,8 @@ def linear_cross_entropy(
     outside the vocabulary raise `DataError` on a CPU; on a GPU they fail a device-side assertion, as in
     `torch.nn.functional.cross_entropy`, to avoid a synchronization.
     `inplace_backward` saves memory; it must be False if the backward pass runs twice.
-    `replaced_rows` are row numbers and rows (width) that replace rows of a frozen `weight`; their gradients are
-    computed without one of the size of `weight`.
+    `replaced_rows` are indices (R,) and rows (R, C) that replace rows of a frozen `weight`; no gradient of the size of
+    `weight` is allocated for them.
     """
     check_targets(targets_N, vocab_size, ignore_index)
     device = hidden_NC.device.type

@@ -89,14 +89,14 @@ def server_url(sock: socket.socket) -> str:
 
 
 class App(Protocol):
-    """What is served: the model, or the page of runs."""
+    """What a `Server` serves: the model API, or the page of runs."""
 
     app: FastAPI
     config: ServeConfig
     requests: RequestTracker
 
     def stop(self) -> None:
-        """Stop the work of running requests."""
+        """Abort running requests."""
 
 
 class Server(uvicorn.Server):

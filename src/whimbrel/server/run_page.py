@@ -1,4 +1,4 @@
-"""The app of `whimbrel watch`: a page with the curves of runs, and one JSON endpoint from which it is drawn."""
+"""The web app of `whimbrel watch`: a page with the curves of runs, and the JSON endpoints behind it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATIC_FILES = {
     "/page/watch.js": "watch.js",
 }
 MAX_POINTS = 1000
-"""Maximum number of points of a curve; of a longer one, some steps are sent."""
+"""Maximum number of points per curve; longer ones are downsampled."""
 MAX_SAMPLES = 20
 UNSMOOTHED = ("lr", "grad_norm", "peak_memory", "rewards/margins", "rewards/accuracies")
 DIGITS = 6
@@ -43,14 +43,14 @@ DIGITS = 6
 
 
 class ControlRequest(BaseModel):
-    """What a button of the page sends."""
+    """Sent by the buttons of the page."""
 
     run: str
     action: Literal["save", "stop"]
 
 
 class RunPage:
-    """The page of the runs in these directories, with the requests that are being answered."""
+    """The web app that shows the runs in these directories."""
 
     def __init__(self, directories: Sequence[Path], config: ServeConfig) -> None:
         """Raises DataError if a directory does not exist."""
@@ -83,7 +83,7 @@ class RunPage:
         return json_response(await asyncio.to_thread(self._read_runs, run, smoothing, since))
 
     async def control(self, body: ControlRequest) -> Response:
-        """Make a run save or stop. Only the owner of a run can read the token that this needs."""
+        """Make a run save or stop. This needs the token of the run, which only its owner can read."""
         found = {str(run): run for run in await asyncio.to_thread(find_runs, self._directories)}
         if body.run not in found:
             raise ApiError(404, f"unknown run {body.run!r}", param="run")
@@ -111,7 +111,7 @@ class RunPage:
         if name not in self._logs:
             self._logs[name] = (RunLog(run), now)
         else:
-            log, changed = self._logs.pop(name)  # not kept if it cannot be read
+            log, changed = self._logs.pop(name)  # dropped if update() fails
             self._logs[name] = (log, now if log.update() else changed)
         return self._logs[name]
 
@@ -180,7 +180,7 @@ def _select_steps(loss: Sequence[float | None], smoothed: Sequence[float | None]
 
 
 def _axes(log: RunLog, steps: Sequence[int]) -> dict[str, list[float]]:
-    """The positions on the x-axis: steps, tokens and seconds of training."""
+    """The x-axis values: steps, tokens and seconds of training."""
     return {
         "step": list(steps),
         "tokens": [log.tokens.get(step, 0) for step in steps],

@@ -128,7 +128,7 @@ def test_open_starts_the_viewer(folder: Path, monkeypatch: pytest.MonkeyPatch, c
     assert len(opened) == 1
     monkeypatch.setattr("typer.launch", lambda path: 1)
     assert run("a", "--open") == 0
-    assert "no program to open a/loss.png" in capsys.readouterr().out
+    assert "could not open a/loss.png" in capsys.readouterr().out
 
 
 def test_default_output_is_in_the_run_directory(folder: Path) -> None:

@@ -164,8 +164,8 @@ def test_compiled_forward_and_autocast(config, ids):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ({"transformer.wte": [5, 5]}, "expected different ids"),
-        ({"transformer.wte": [1000]}, "expected different ids from 0 to"),
+        ({"transformer.wte": [5, 5]}, "expected unique ids"),
+        ({"transformer.wte": [1000]}, "expected unique ids from 0 to"),
         ({"lm_head": [5]}, "expected one of .*wte.*, got 'lm_head'"),
     ],
 )
