@@ -49,6 +49,7 @@ def test_a_base_model_learns_a_task_and_to_stop(workdir: Path, capsys: pytest.Ca
     for expected in (
         "chats.jsonl (messages)", "chatml (built-in), 2 special tokens added", "sft, all weights", " peak (",
         "Held out", f"[[{trained[0][1]}<|im_end|>]]", "learning rate 0.003",
+        "Next: whimbrel chat run (or generate, ",
     ):  # fmt: skip
         assert expected in printed
     loaded = load("run")

@@ -125,12 +125,15 @@ def run_training(
 def _print_next_commands(trainer: Trainer) -> None:
     """After the last step of a language model: what to run next."""
     from whimbrel.checkpoint import latest_checkpoint
+    from whimbrel.tokenization.chat_template import TEMPLATE_FILE
 
     run = trainer.config.output_dir
     is_done = trainer.state.global_step >= trainer.state.max_steps and trainer.received_signal is None
-    if is_done and trainer.state.is_world_process_zero and latest_checkpoint(run) is not None:
+    if is_done and trainer.state.is_world_process_zero and (checkpoint := latest_checkpoint(run)) is not None:
         with contextlib.suppress(OSError, ValueError):  # standard output is gone
-            print(f"Next: whimbrel generate {run} (or chat, serve, eval, export, plot)", flush=True)
+            is_chat_model = (checkpoint / "model" / TEMPLATE_FILE).is_file()
+            first, second = ("chat", "generate") if is_chat_model else ("generate", "chat")
+            print(f"Next: whimbrel {first} {run} (or {second}, serve, eval, export, plot)", flush=True)
 
 
 def _live_page(watch: bool | None) -> list[LivePage]:

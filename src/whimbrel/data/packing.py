@@ -221,7 +221,7 @@ def tokenize_samples(
     if not stats.samples:
         raise DataError(
             f"no samples of at most {max_tokens} tokens ({stats.dropped} dropped, the longest has {stats.longest}): "
-            "raise the sequence length"
+            "raise the sequence length (data.sequence_length; at most the context of the model)"
         )
     ids, mask = _concatenate(kept_ids, tokenizer.dtype), _concatenate(kept_masks, np.dtype(np.bool_))
     stats.tokens, stats.supervised_tokens = len(ids), int(mask.sum())

@@ -127,6 +127,7 @@ def copy_text_files(location: ModelLocation, directory: Path, vocab_size: int) -
         if template is not None and (copied is None or copied.source != template.source):
             template.save(directory)
         tokenizer = load_tokenizer(source)
+        vocab_size = max(vocab_size, tokenizer.vocab_size)  # that of the base model may lack added tokens
         eos_ids = list(read_generation_config(location, tokenizer, vocab_size).eos_token_ids)
         file = directory / GENERATION_CONFIG
         fields = {"eos_token_id": eos_ids if len(eos_ids) > 1 else eos_ids[0]}

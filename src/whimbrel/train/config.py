@@ -599,9 +599,10 @@ class RunConfig(TrainerConfig):
             )
         _check_output(self.output_dir, self.model.path)
         if self.sequence_length > self.model.context_length:
+            remedy = "change one of them" if self.model.path is None else "lower it, or choose another model"
             raise ConfigError(
                 f"data.sequence_length = {self.sequence_length} exceeds model.context_length = "
-                f"{self.model.context_length}: change one of them"
+                f"{self.model.context_length}: {remedy}"
             )
         if self.loader != LoaderConfig() and self.data.sources is None:
             raise ConfigError("[loader] has no effect on token shards: leave it out")

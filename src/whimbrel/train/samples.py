@@ -135,9 +135,8 @@ def _ensure_written(config: RunConfig, directory: Path) -> None:
         if resumes:
             changed = [name for name in changed if name != "model.path"]
             raise DataError(
-                f"{changed[0]} has changed since the run in {config.output_dir} was started (expected "
-                f"{_short(found.get(changed[0]))}, got {_short(request[changed[0]])}): restore it, or choose another "
-                "output_dir"
+                f"{changed[0]} has changed since the run in {config.output_dir} was started "
+                f"({_difference(found.get(changed[0]), request[changed[0]])}): restore it, or choose another output_dir"
             )
     with DirectoryLock(config.output_dir):
         _write(config, request, directory)
@@ -183,6 +182,15 @@ def _template_source(config: RunConfig) -> str | None:
 
 def _records(sources: Sequence[str]) -> list[dict[str, Any]]:
     return [asdict(file.record("train")) for source in sources for file in resolve_source(source)]
+
+
+def _difference(old: Any, new: Any) -> str:
+    if isinstance(old, list) and isinstance(new, list):  # records of files
+        before, after = ([str(record["name"]) for record in records] for records in (old, new))
+        if before == after:
+            return f"{next(name for name, a, b in zip(before, old, new, strict=True) if a != b)} is not the same"
+        old, new = ", ".join(before), ", ".join(after)
+    return f"expected {_short(old)}, got {_short(new)}"
 
 
 def _short(value: Any) -> str:

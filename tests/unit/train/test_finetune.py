@@ -23,7 +23,7 @@ from tests.support.finetuning import (
 from whimbrel.base.errors import CheckpointError, ConfigError, DataError
 from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.config import dump_toml, to_table
-from whimbrel.model_io import load_adapter, load_model, load_tokenizer, open_model
+from whimbrel.model_io import finalize_adapter, load_adapter, load_model, load_tokenizer, open_model
 from whimbrel.models.lora import find_lora_config
 from whimbrel.precision import QuantizedWeight
 from whimbrel.tokenization import load_chat_template
@@ -64,6 +64,7 @@ def losses(output: Path) -> list[float]:
         ({**LORA, "train": {"weight_dtype": "int8"}}, r"train.weight_dtype = int8 does not work with \[lora\]"),
         ({**LORA, "parallel": {"tp": 2}}, r"parallel.tp = 2 does not work with \[lora\]"),
         ({"data": {"documents": "mask"}}, "data.documents = 'mask' needs a directory of token shards"),
+        ({"data": {"sequence_length": 65}}, "exceeds model.context_length = 64: lower it"),
         ({"data": {"val": 1.5}}, "expected data.val between 0 and 1"),
         ({"data": {"val": 0.1}, "validation": {"path": "x.jsonl"}}, "data.val or validation.path"),
         ({"data": {"format": "chatml"}}, "data.format: expected one of messages"),
@@ -171,8 +172,12 @@ def test_samples_are_tokenized_once_and_checked_on_resume(base: Path, chats: Pat
         prepare_samples(run_config(base, chats, tmp_path / "run", data={"val": 0.2}, **LORA))
     content = chats.read_text()
     chats.write_text(content.replace("0123", "3210"))
-    with pytest.raises(DataError, match="the content of data.path"):
+    with pytest.raises(DataError, match=rf"the content of data.path .*\({chats.name} is not the same\)"):
         prepare_samples(config)
+    other = chats.with_name("other.jsonl")
+    other.write_text(content)
+    with pytest.raises(DataError, match=rf'\(expected "{chats.name}", got "other.jsonl"\)'):
+        prepare_samples(run_config(base, other, tmp_path / "run", data={"val": 0.1}, **LORA))
     chats.unlink()  # a resumed run does not need it
     assert prepare_samples(config).train.fingerprint == first.train.fingerprint
     chats.write_text(content + content.replace("0", "1"))
@@ -320,7 +325,7 @@ def test_lora_saves_an_adapter_that_loads_on_its_base(
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_lora_trains_the_special_tokens_of_a_new_template(
-    chats: Path, tmp_path: Path, tied: bool, weights: str | None
+    chats: Path, tmp_path: Path, tied: bool, weights: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = save_base_model(tmp_path / "plain", special=("<|endoftext|>",), template=None, tied_head=tied)
     model = {"path": str(plain)} | ({} if weights is None else {"weights": weights})
@@ -341,6 +346,13 @@ def test_lora_trains_the_special_tokens_of_a_new_template(
     rows = ours.token_embedding.trainable_tokens
     assert all((row - mean).abs().max() > 1e-4 for row in rows)
     assert (rows[0] - rows[1]).abs().max() > 1e-4
+    finalize_adapter(tmp_path / "run", tmp_path / "peft")
+    eos_ids = [
+        json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+        for folder in (saved, tmp_path / "peft")
+    ]
+    assert eos_ids[0] == eos_ids[1]
+    assert "ignoring eos_token_id" not in caplog.text
 
     interrupted = run_config(plain, chats, tmp_path / "resumed", train={"steps": 3}, **sections)
     train(interrupted)

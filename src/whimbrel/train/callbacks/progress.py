@@ -309,7 +309,8 @@ def _summary_lines(summary: RunSummary) -> Iterator[str]:
     if summary.resumed_from is not None:
         yield f"Resumed from: {summary.resumed_from} (step {summary.first_step})"
     if summary.first_step >= summary.total_steps:
-        yield f"Already at step {summary.first_step} of {summary.total_steps}: nothing to do; increase train.steps"
+        position = f"{summary.first_step} of {summary.total_steps}"
+        yield f"Already at step {position}: nothing to do; increase train.steps or train.epochs to continue"
 
 
 def _memory(memory: MemoryEstimate) -> str:
