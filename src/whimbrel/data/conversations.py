@@ -29,6 +29,7 @@ from whimbrel.tokenization import Chat
 
 __all__ = [
     "FORMATS",
+    "SKIP_BAD_HINT",
     "BadSampleError",
     "Conversation",
     "ConversationReader",
@@ -69,6 +70,7 @@ SHAREGPT_ROLES = ROLES | {
 }
 """Names of roles in the data, and the roles that templates know."""
 
+SKIP_BAD_HINT = "--skip-bad skips invalid samples"
 MAX_REPORTED_ERRORS = 10
 SHOWN_CHARACTERS = 60
 
@@ -166,7 +168,7 @@ class ConversationReader:
                 sample = parse_sample(row.value, data_format, row.location)
             except BadSampleError as error:
                 if not self.skip_bad:
-                    raise DataError(f"{row.location}: {error}") from error
+                    raise DataError(f"{row.location}: {error} ({SKIP_BAD_HINT})") from error
                 self.report.skip(error, row.location)
                 continue
             self.report.samples += 1

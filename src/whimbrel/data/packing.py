@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 from whimbrel.base.errors import ConfigError, DataError, RequestError
 from whimbrel.base.files import atomic_directory, parse_json
 from whimbrel.config import not_one_of
-from whimbrel.data.conversations import BadSampleError, Conversation, ConversationReader, Document, Sample
+from whimbrel.data.conversations import (
+    SKIP_BAD_HINT,
+    BadSampleError,
+    Conversation,
+    ConversationReader,
+    Document,
+    Sample,
+)
 from whimbrel.tokenization import Chat, ChatTemplate, SupervisedTokens, Tokenizer, TrainOn
 
 if TYPE_CHECKING:
@@ -198,7 +205,7 @@ def tokenize_samples(
     for sample, result in _encode_samples(reader, tokenizer, template, train_on):
         if isinstance(result, Exception):
             if not isinstance(reader, ConversationReader) or not reader.skip_bad:
-                raise DataError(f"{sample.location}: {result}") from result
+                raise DataError(f"{sample.location}: {result} ({SKIP_BAD_HINT})") from result
             reader.report.samples -= 1
             reader.report.skip(BadSampleError("rejected by the chat template", str(result)), sample.location)
             continue
@@ -219,8 +226,10 @@ def tokenize_samples(
             kept_ids.append(tokens.ids.astype(tokenizer.dtype))
             kept_masks.append(tokens.mask)
     if not stats.samples:
+        unit = " per answer (a sequence has space for both)" if is_pair else ""
         raise DataError(
-            f"no samples of at most {max_tokens} tokens ({stats.dropped} dropped, the longest has {stats.longest}): "
+            f"no samples of at most {max_tokens} tokens{unit} ({stats.dropped} dropped, the longest has "
+            f"{stats.longest}): "
             "raise the sequence length (data.sequence_length; at most the context of the model)"
         )
     ids, mask = _concatenate(kept_ids, tokenizer.dtype), _concatenate(kept_masks, np.dtype(np.bool_))

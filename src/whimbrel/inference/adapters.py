@@ -167,6 +167,6 @@ def open_adapter(
 
 def _own_embeddings(name: str) -> ConfigError:
     return ConfigError(
-        f"adapter {name} has trained token embeddings, which cannot be combined with other adapters: serve it alone, "
-        "or merge it"
+        f"adapter {name} has trained token embeddings, which cannot be combined with other adapters: load it as the "
+        "model (whimbrel serve PATH), or merge it (whimbrel finalize PATH OUT --merge)"
     )

@@ -19,6 +19,8 @@ from whimbrel.tokenization import ChatTemplate, load_chat_template
 
 __all__ = ["ModelLocation", "choose_checkpoint", "find_run", "locate_model", "model_path"]
 
+NO_CHECKPOINT = "has no complete checkpoint yet: train it until it saves one"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
@@ -98,6 +100,8 @@ def _locate(
             raise ConfigError(f"--base is for adapters, but {path} is a complete model: omit it")
         return ModelLocation(directory)
     if not (directory / ADAPTER_CONFIG).is_file():
+        if (directory / "config.toml").is_file():
+            raise CheckpointError(f"run {directory} {NO_CHECKPOINT}")
         raise CheckpointError(f"{directory} has no {CONFIG}: {EXPECTED_PATH}")
     if directory.resolve() in seen:
         raise CheckpointError(f"{directory} is recorded as its own base model: pass the base model (--base)")
@@ -186,4 +190,4 @@ def _newest_checkpoint(run: Path) -> Path:
             logging.getLogger(__name__).warning("skipping damaged checkpoint: %s", error)
         else:
             return path
-    raise CheckpointError(f"run {run} has no complete checkpoint yet: train it until it saves one")
+    raise CheckpointError(f"run {run} {NO_CHECKPOINT}")

@@ -91,7 +91,10 @@ def test_train_from_a_hub_model(hub, shakespeare, capsys):
 
 
 def test_failed_downloads_are_one_line(hub, capsys):
-    for arguments in (("generate", "curlew/nope"), ("finetune", "curlew/nope", "chats.jsonl", "--out-dir", "run")):
+    for arguments in (
+        ("generate", "curlew/nope", "Hi"),
+        ("finetune", "curlew/nope", "chats.jsonl", "--out-dir", "run"),
+    ):
         assert whimbrel(*arguments) == 2
         error = capsys.readouterr().err
         assert "curlew/nope does not exist locally, and cannot be downloaded" in error

@@ -299,7 +299,7 @@ def test_verify_checks_the_tokenizer(whimbrel, workdir: Path) -> None:
     file = Path("out/tokenizer.json")
     for change, fault in (
         (lambda: file.write_text("{}"), "is not a Hugging Face tokenizer.json"),
-        (lambda: train_tokenizer(["a bird"], 260).save("out"), "is not the tokenizer of these shards"),
+        (lambda: train_tokenizer(["a bird"], 257).save("out"), "is not the tokenizer of these shards"),
         (file.unlink, "is missing"),
     ):
         change()

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from whimbrel.base.errors import ConfigError, DataError
-from whimbrel.data.conversations import ConversationReader, detect_format, parse_sample
+from whimbrel.data.conversations import SKIP_BAD_HINT, ConversationReader, detect_format, parse_sample
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
 GOOD = {"messages": [USER, ASSISTANT]}
@@ -209,7 +209,7 @@ def test_bad_lines_are_reported_with_their_number_or_skipped(row, reason: str, e
     reader = ConversationReader([path], skip_bad=True)
     assert len(list(reader)) == 2 == reader.report.samples
     assert reader.report.skipped == {reason: 1}
-    assert reader.report.errors == [str(excinfo.value)]
+    assert [f"{error} ({SKIP_BAD_HINT})" for error in reader.report.errors] == [str(excinfo.value)]
     assert reader.report.formats == {"a.jsonl": "messages"}
 
 

@@ -86,6 +86,10 @@ def test_paths_without_a_model_or_tokenizer_are_rejected(tmp_path):
     for load in (whimbrel.load_model, whimbrel.load_tokenizer):
         with pytest.raises(CheckpointError, match="has no complete checkpoint yet"):
             load(tmp_path)
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "config.toml").touch()  # a dry run
+    with pytest.raises(CheckpointError, match="started has no complete checkpoint yet"):
+        whimbrel.load_model(tmp_path / "started")
     with pytest.raises(CheckpointError, match="no run or model at"):
         whimbrel.load_model(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no tokenizer at"):

@@ -71,7 +71,7 @@ def test_overrides_in_mixins_and_instance_attributes_are_found(args: Make, net: 
 
 def test_missing_method_error_names_the_alternative(args: Make, net: Make) -> None:
     trainer = BaseTrainer(args(), net())
-    with pytest.raises(AttributeError, match="'push_to_hub': .*save_model"):
+    with pytest.raises(AttributeError, match="'push_to_hub': .*whimbrel push"):
         trainer.push_to_hub()
     assert not hasattr(trainer, "some_attribute")
 
