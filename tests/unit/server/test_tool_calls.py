@@ -128,7 +128,7 @@ def test_text_is_sent_as_soon_as_it_cannot_be_a_call():
 
 @pytest.mark.parametrize("special", [False, True])
 def test_tags_may_be_special_tokens(special: bool):
-    """The other special tokens are no part of the text."""
+    """Other special tokens are not part of the text."""
     tokenizer = byte_tokenizer(("<|end|>", "<|other|>", *(["<tool_call>", "</tool_call>"] if special else [])))
     context = PromptContext(Prompt("", (65,)), (), echo=False, tool_parser=HermesParser)
     choice = Choice(0, context, tokenizer, with_logprobs=True)
