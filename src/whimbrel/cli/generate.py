@@ -86,7 +86,7 @@ def generate(
 
 
 def _is_terminal(file: TextIO | None) -> bool:
-    """True also if there is no standard input, as for some services."""
+    """Whether `file` is a terminal, or missing or closed, as standard input is for some services."""
     return file is None or file.closed or file.isatty()
 
 

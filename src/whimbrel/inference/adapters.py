@@ -45,7 +45,7 @@ class AdapterSelection:
         self._current: list[int] = [0] * max_batch
 
     def index(self, name: str | None) -> int | None:
-        """The index of an adapter, None if there is no adapter of that name."""
+        """The index of an adapter: 0 for the base model, None if the name is unknown."""
         if name is None:
             return 0
         return self.names.index(name) + 1 if name in self.names else None

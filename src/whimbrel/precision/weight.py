@@ -26,8 +26,8 @@ GATHERS = {f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "w
 MIN_INT_MM_ROWS = 32
 """`torch._int_mm` needs more than 16 rows on CUDA."""
 MAX_GEMV_ROWS = 32
-"""Inductor compiles `linear(x, int8 codes) * bf16 scales` to `_weight_int8pack_mm`, which reads the codes once per row
-of `x`: good for decoding, slower by orders of magnitude for the many rows of training."""
+"""Inductor compiles `linear(x, int8 codes) * bf16 scales` to `_weight_int8pack_mm`, a kernel for the few rows of
+decoding. With more rows than this, `quantized_linear` avoids the match, so that a matmul is used."""
 OPERATIONS: dict[Any, Handler] = {}
 """Handlers of the supported operations, called as `handler(func, *args, **kwargs)`."""
 

@@ -335,7 +335,7 @@ class FunctionObjective(Objective):
         return output.num_targets
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:
-        """The function's sums, divided by `num_items`; there are no outputs."""
+        """The function's sums, divided by `num_items`, without model outputs."""
         del with_logits
         is_counted = self._last is not None and self._last[0] is batch
         output = self._last[1] if self._last is not None and is_counted else self._call(model, batch)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whimbrel.ops import KVView, attend, attend_reference, cumulative_lengths, write_blocks
+from whimbrel.ops import KVView, attend, attend_reference, cumulative_lengths, packed_attention, write_blocks
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, position: int, key_positions: list[int], window: int | None) -> Tensor:
@@ -133,3 +133,16 @@ def test_cumulative_lengths_of_documents() -> None:
     documents = torch.tensor([[0, 0, 0, 1], [1, 2, 2, 0]])
     assert cumulative_lengths(documents).tolist() == [0, 3, 4, 5, 7, 8]
     assert cumulative_lengths(documents).dtype == torch.int32
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_packed_attention_has_the_shape_and_gradients_of_its_queries(window: int | None) -> None:
+    """On the meta device, where the CUDA kernel's signature is checked without a GPU."""
+    q, k = (torch.empty(2, heads, 4, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2))
+    cu_seqlens = cumulative_lengths(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])).to("meta")
+    y = packed_attention(q, k, k, cu_seqlens, window)
+    assert y.shape == q.shape
+    y.sum().backward()
+    assert q.grad is not None
+    assert k.grad is not None
+    assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)

@@ -271,7 +271,7 @@ def test_inductor_matches_eager() -> None:
 
 
 def test_inductor_uses_no_gemv_kernel_for_many_rows() -> None:
-    """Its kernel for int8 weights is for decoding: a training step on a GPU would take minutes."""
+    """Its kernel for int8 weights is for decoding, not for the many rows of a training step."""
     torch._dynamo.reset()
     linear, x = layer("int8").bfloat16(), randn(2, 64, 256).bfloat16()
     counters.clear()
