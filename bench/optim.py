@@ -326,7 +326,7 @@ def plot_curves(results: Path, out: Path) -> None:
     for name, row in json.loads(results.read_text(encoding="utf-8"))["results"].items():
         steps, losses = zip(*row["best_runs"][0]["curve"], strict=True)
         axes.plot(steps, losses, label=f"{name}, validation {row['mean_loss']:.3f}")
-    axes.set(xlabel="step of 32,768 tokens", ylabel="training loss", ylim=(4.4, 8))
+    axes.set(xlabel="step of 32,768 tokens", ylabel="training loss", ylim=(4.2, 8))
     axes.legend()
     figure.savefig(out)
 

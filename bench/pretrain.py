@@ -4,8 +4,9 @@
 
 The reference loop compiles the full model, uses torch's default AdamW, an unpadded vocabulary of 50,257 and
 micro-batches of 32 x 1024 under bf16 autocast, and synchronizes every step. Ours is `whimbrel.train` with the recipe
-the recipe `gpt2-baseline-20m`. Prints tokens/s, MFU, peak memory, compile time (cold, and warm in a second process)
-and both loss curves.
+`gpt2-baseline-20m`, and for a few steps with the micro-batch of the reference, to compare memory. Prints tokens/s, MFU,
+peak memory, the largest loss difference, and compile time (cold, and warm in a second process, unless
+`--no-compile-times`).
 """
 
 from __future__ import annotations
@@ -194,45 +195,57 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="directory of training (and validation) shards")
     parser.add_argument("--steps", type=int, default=38)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--compile-times", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile-only", action="store_true", help="print our compile time and exit")
     args = parser.parse_args()
     device = choose_device("cuda")
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"--data.path={args.data}", f"--output_dir={folder}/run", "--train.micro_batch=none"]
+        overrides = [f"--data.path={args.data}", "--train.micro_batch=none"]
         config = load_run_config(RECIPE, [*overrides, f"--train.steps={args.steps}"])
         if args.compile_only:
-            only = load_run_config(RECIPE, [*overrides, "--train.steps=2"])
+            only = load_run_config(RECIPE, [*overrides, f"--output_dir={folder}/run", "--train.steps=2"])
             print(json.dumps({"compile_seconds": run_ours(only)["compile_seconds"]}))
             return
-        cold = compile_seconds(args, f"{folder}/cache")
-        warm = compile_seconds(args, f"{folder}/cache")
+        compile_times = {}
+        if args.compile_times:
+            compile_times["compile_seconds_cold"] = compile_seconds(args, f"{folder}/cache")
+            compile_times["compile_seconds_warm"] = compile_seconds(args, f"{folder}/cache")
         reference = run_reference(config, device, args.steps)
+        print("reference", json.dumps(reference), flush=True)
         torch._dynamo.reset()
-        ours = run_ours(config)
-    ours |= {"compile_seconds_cold": cold, "compile_seconds_warm": warm}
+        variants = {
+            "ours": [f"--train.steps={args.steps}"],
+            "ours_same_micro_batch": ["--train.steps=4", f"--train.micro_batch={REFERENCE_BATCH}"],
+        }
+        results: dict[str, Any] = {"reference": reference}
+        for name, settings in variants.items():
+            # a directory of its own for each run; later settings override earlier ones
+            directory = f"--output_dir={folder}/{name}"
+            results[name] = run_ours(load_run_config(RECIPE, [*overrides, directory, *settings]))
+            print(name, json.dumps(results[name]), flush=True)
+    results["ours"] |= compile_times
     peak = peak_flops(device)
-    for result in (reference, ours):
-        result["mfu"] = ours["flops_per_token"] * result["tokens_per_second"] / peak if peak else None
-    difference = max(abs(a - b) for a, b in zip(reference["losses"], ours["losses"], strict=True))
-    results = {
-        "reference": reference,
-        "ours": ours,
-        "speedup": ours["tokens_per_second"] / reference["tokens_per_second"],
-        "max_loss_difference": difference,
+    for name, result in results.items():
+        rate = result["tokens_per_second"]
+        result["mfu"] = results["ours"]["flops_per_token"] * rate / peak if peak else None
+        result["speedup"] = rate / reference["tokens_per_second"]
+        result["memory_ratio"] = result["peak_memory_gib"] / reference["peak_memory_gib"]
+        result["max_loss_difference"] = max(
+            abs(a - b) for a, b in zip(reference["losses"], result["losses"], strict=False)
+        )
+        print(
+            f"{name:21} {rate:>10,.0f} tokens/s ({result['speedup']:.3f}x)  MFU {result['mfu'] or 0:.1%}  "
+            f"{result['peak_memory_gib']:.1f} GiB ({result['memory_ratio']:.2f}x)  loss {result['losses'][0]:.4f} -> "
+            f"{result['losses'][-1]:.4f}, largest difference {result['max_loss_difference']:.4f}"
+        )
+    if compile_times:
+        print(", ".join(f"{name}: {seconds:.1f}" for name, seconds in compile_times.items()))
+    results |= {
         "bf16_matmul_tflops": matmul_tflops(device),
         "peak_flops_assumed": peak,
         "device": device_name(device),
     }
     record("pretrain", results, args.out)
-    for name, result in (("reference", reference), ("ours", ours)):
-        print(
-            f"{name:9} {result['tokens_per_second']:>10,.0f} tokens/s  MFU {result['mfu'] or 0:.1%}  "
-            f"{result['peak_memory_gib']:.1f} GiB  loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}"
-        )
-    print(
-        f"speedup {results['speedup']:.3f}, largest loss difference {difference:.4f}, "
-        f"compile cold {cold:.1f} s, warm {warm:.1f} s"
-    )
 
 
 if __name__ == "__main__":

@@ -210,6 +210,8 @@ def test_too_few_micro_batches_for_a_schedule_are_rejected(schedule: Any, micro_
         (PP, {}, {"ema": True}, "ema.decay .EmaCallback. does not work with a model that is spread over ranks"),
         (TP, {}, {"sample": True}, "sample.every .SampleCallback. does not work with a model that is spread over"),
         (TP, {"precision": "fp16"}, {}, "fp16 does not work with parallel.tp = 2: use bf16"),
+        (PP, {}, {"model": "value-embeddings"}, "value embeddings: set parallel.pp = 1, use fsdp"),
+        (TP, {}, {"model": "value-embeddings"}, "does not split value embeddings: set parallel.tp = 1, use fsdp"),
         (TP, {}, {"model": "one-kv-head"}, "parallel.tp that divides kv_heads = 1, got 2"),
         (TP, {}, {"model": "hf-one-kv-head"}, "parallel.tp that divides num_key_value_heads = 1, got 2"),
         (

@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2, "qk_norm": "weighted", "tied_head": False,
     },
     "one-kv-head": {"num_kv_heads": 1},
+    "value-embeddings": {"value_embeddings": 1},
 }  # fmt: skip
 Curve = list[dict[str, float]]
 """Loss, gradient norm and evaluation loss by step."""

@@ -68,6 +68,8 @@ def row_order(rows: tuple[int, ...], size: int) -> Tensor:
 def _check_heads(model: nn.Module, size: int) -> None:
     """Raise ConfigError if ranks would get parts of heads."""
     config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
+    if getattr(config, "value_embeddings", 0):
+        raise ConfigError("tensor parallelism does not split value embeddings: set parallel.tp = 1, use fsdp")
     for name in ("num_attention_heads", "num_heads", "num_key_value_heads", "kv_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:

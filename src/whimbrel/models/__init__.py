@@ -1,8 +1,8 @@
 """The decoder and its configs: `GPT(preset("gpt2"))`."""
 
 from whimbrel.models.config import GPTConfig, RopeScaling
-from whimbrel.models.gpt import GPT, IGNORE_INDEX, Block, GPTOutput, resize_vocabulary
-from whimbrel.models.layers import KVCache
+from whimbrel.models.gpt import GPT, IGNORE_INDEX, GPTOutput, resize_vocabulary
+from whimbrel.models.layers import Block, KVCache
 from whimbrel.models.lora import LoraConfig, apply_lora, lora_disabled, lora_parameters, merge_lora
 from whimbrel.models.presets import preset, preset_names
 

@@ -100,6 +100,9 @@ class GPTConfig:
     """`attention` multiplies the attention branch by `1 / sqrt(2 * num_layers)` in the forward pass."""
     embedding_skip: bool = False
     """Normalize the embedding `x0`; each block starts from a learned mix `a * x + b * x0` (initially a = 1, b = 0)."""
+    value_embeddings: int = 0
+    """Number of token embeddings that are mixed into the values of attention: table i in layer i and, counted from the
+    end, in layer `num_layers - value_embeddings + i`. At most half of `num_layers`."""
     init_std: float = 0.02
     """Standard deviation of the initial weights of linear layers."""
     embd_init_std: float = 0.02
@@ -138,11 +141,16 @@ class GPTConfig:
             raise ConfigError(f"expected an even head size for position = 'rope', got {self.head_dim}")
         if self.position != "rope" and self.rope_scaling is not None:
             raise ConfigError(f"rope_scaling requires position = 'rope', got position = '{self.position}'")
-        self._check_layer_types()
+        self._check_layers()
         if self.zero_init_head and self.tied_head:
             raise ConfigError("zero_init_head needs an untied head: set tied_head = false")
 
-    def _check_layer_types(self) -> None:
+    def _check_layers(self) -> None:
+        if not 0 <= self.value_embeddings <= self.num_layers // 2:
+            raise ConfigError(
+                f"expected value_embeddings from 0 to {self.num_layers // 2} (half of num_layers), got "
+                f"{self.value_embeddings}"
+            )
         if self.layer_types is None:
             return
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
@@ -180,6 +188,11 @@ class GPTConfig:
             return (self.sliding_window,) * self.num_layers
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
+    def value_embedding_of(self, layer: int) -> int | None:
+        """The value embedding that a layer uses, if any."""
+        from_end = layer - (self.num_layers - self.value_embeddings)
+        return layer if layer < self.value_embeddings else from_end if from_end >= 0 else None
+
     @property
     def matrix_parameters(self) -> int:
         """Number of parameters in embeddings and linear layers, without padding: nearly all of the model."""
@@ -187,7 +200,8 @@ class GPTConfig:
         mlp = (3 if self.gated_mlp else 2) * self.intermediate_size
         embedding_rows = self.vocab_size * (1 if self.tied_head else 2)
         embedding_rows += self.context_length if self.position == "learned" else 0
-        return self.embd_size * (embedding_rows + self.num_layers * (attention + mlp))
+        values = self.value_embeddings * self.vocab_size * self.kv_heads * self.head_dim
+        return values + self.embd_size * (embedding_rows + self.num_layers * (attention + mlp))
 
     def to_json_string(self) -> str:
         """The config as JSON, without settings that are None."""

@@ -306,7 +306,7 @@ def tensor_mappings(model_type: str, config: GPTConfig) -> list[TensorMapping]:
 
 def _gpt2_tensor(name: str, config: GPTConfig, *, conv1d: bool) -> TensorMapping:
     """Our parameters have the names of GPT-2; its linear layers (Conv1D) store their weights transposed."""
-    if name in ("transformer.wte.weight", "lm_head.weight"):
+    if name in ("transformer.wte.weight", "lm_head.weight") or name.startswith("transformer.value_embeddings."):
         return TensorMapping(name, name, slice(config.vocab_size))
     return TensorMapping(name, name, transposed=conv1d and ".c_" in name and name.endswith("weight"))
 

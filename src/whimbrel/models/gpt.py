@@ -14,16 +14,13 @@ from torch.nn import functional as F
 
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.models.config import GPTConfig
+from whimbrel.models.fused_blocks import can_fuse, fused_blocks
 from whimbrel.models.layers import (
-    MLP,
-    Attention,
-    CachedAttention,
+    Block,
     HFCache,
     HFCacheAdapter,
     KVCache,
-    Mask,
     Norm,
-    RopeTable,
     attention_masks,
     packed_documents,
     padded_positions,
@@ -32,7 +29,7 @@ from whimbrel.models.layers import (
 from whimbrel.models.trainable_tokens import head_rows, head_weight
 from whimbrel.ops import attend, linear_cross_entropy
 
-__all__ = ["GPT", "IGNORE_INDEX", "Block", "GPTOutput", "GPTStage", "resize_vocabulary"]
+__all__ = ["GPT", "IGNORE_INDEX", "GPTOutput", "GPTStage", "resize_vocabulary"]
 
 IGNORE_INDEX = -100
 """Labels with this value are excluded from the loss."""
@@ -74,32 +71,6 @@ class GPTOutput(NamedTuple):
         return key in self.keys()
 
 
-class Block(nn.Module):
-    """Pre-norm attention and MLP with residual connections.
-
-    All blocks of a model have equal attributes except for their weights, so `torch.compile` compiles one graph for all;
-    per-layer inputs (mask, cache) are passed as arguments.
-    """
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.attention_scale = (2 * config.num_layers) ** -0.5 if config.residual_scale == "attention" else 1.0
-        self.ln_1 = Norm.from_config(config)
-        self.attn = Attention(config)
-        self.ln_2 = Norm.from_config(config)
-        self.mlp = MLP(config)
-        self.skip = nn.Parameter(torch.tensor([1.0, 0.0])) if config.embedding_skip else None
-
-    def forward(
-        self, x: Tensor, x0: Tensor | None, rope: RopeTable | None, mask: Mask, cached: CachedAttention | None
-    ) -> Tensor:
-        """Transform the residual stream `x` (batch, tokens, width); `x0` is the embedding, for `embedding_skip`."""
-        if self.skip is not None and x0 is not None:
-            x = self.skip[0] * x + self.skip[1] * x0
-        x = torch.add(x, self.attn(self.ln_1(x), rope, mask, cached), alpha=self.attention_scale)
-        return torch.add(x, self.mlp(self.ln_2(x)))
-
-
 class GPT(nn.Module):
     """Embedding, blocks, final norm, head.
 
@@ -111,6 +82,8 @@ class GPT(nn.Module):
     accepts_loss_kwargs = True  # transformers.Trainer then passes `num_items_in_batch`
     name_or_path: str | None = None
     """What the model was loaded from, as in transformers; adapters record it."""
+    fuses_blocks = True
+    """Whether blocks run with `fused_blocks` where that applies."""
 
     tp_plan: ClassVar = {
         "transformer.h.*.attn": "heads",
@@ -130,7 +103,11 @@ class GPT(nn.Module):
             parts["wpe"] = nn.Embedding(config.context_length, config.embd_size)
         if config.embedding_skip:
             parts["ln_e"] = Norm.from_config(config)
-        parts["h"] = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        if config.value_embeddings:
+            width = config.kv_heads * config.head_dim
+            tables = (nn.Embedding(config.padded_vocab_size, width) for _ in range(config.value_embeddings))
+            parts["value_embeddings"] = nn.ModuleList(tables)
+        parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         parts["ln_f"] = Norm.from_config(config)
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(config.embd_size, config.padded_vocab_size, bias=False)
@@ -146,6 +123,13 @@ class GPT(nn.Module):
     @property
     def token_embedding(self) -> nn.Embedding:
         return cast(nn.Embedding, self.transformer["wte"])
+
+    @property
+    def value_embeddings(self) -> list[nn.Embedding]:
+        """The tables that are mixed into the values of attention."""
+        if not self.config.value_embeddings:
+            return []
+        return list(cast("Iterable[nn.Embedding]", self.transformer["value_embeddings"]))
 
     def tie_head(self) -> None:
         """Share the embedding weight with a tied head; call it again after parameters are replaced (`to_empty`)."""
@@ -168,9 +152,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def zero_padding(self) -> None:
-        """Zero the rows of embedding and head beyond `vocab_size`."""
-        self.token_embedding.weight[self.config.vocab_size :].zero_()
-        self.lm_head.weight[self.config.vocab_size :].zero_()
+        """Zero the rows of embeddings and head beyond `vocab_size`."""
+        modules: list[nn.Embedding | nn.Linear] = [self.token_embedding, *self.value_embeddings, self.lm_head]
+        for module in modules:
+            module.weight[self.config.vocab_size :].zero_()
 
     def forward(
         self,
@@ -278,10 +263,15 @@ class GPT(nn.Module):
         x0 = x.clone() if config.embedding_skip else None
         rope = rope_table(config, positions) if config.position == "rope" else None
         masks = attention_masks(config, x, order, documents) if kv_cache is None else {}
-        for layer, (block, window) in enumerate(zip(self.blocks, config.windows, strict=True)):
+        blocks, norm = list(self.blocks), cast(Norm, self.transformer["ln_f"])
+        if self.fuses_blocks and kv_cache is None and can_fuse(config, [*blocks, norm], x):
+            return fused_blocks(blocks, norm, x, [masks[window] for window in config.windows])
+        values = [table(input_ids).to(x.dtype) for table in self.value_embeddings]
+        for layer, (block, window) in enumerate(zip(blocks, config.windows, strict=True)):
             cached = None if kv_cache is None else partial(_attend_cached, kv_cache, positions, layer, window)
-            x = block(x, x0, rope, masks.get(window), cached)
-        normed: Tensor = self.transformer["ln_f"](x)
+            index = config.value_embedding_of(layer)
+            x = block(x, x0, rope, masks.get(window), cached, None if index is None else values[index])
+        normed: Tensor = norm(x)
         return normed
 
     def _padded_positions(self, attention_mask: Tensor | None, batch_size: int, num_keys: int) -> Tensor | None:
@@ -329,10 +319,10 @@ class GPT(nn.Module):
 
         `trainable` counts only trainable ones (True), or only frozen ones (False).
         """
-        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.embd_size
-        padded = {id(self.token_embedding.weight), id(self.lm_head.weight)}
+        padding = self.config.padded_vocab_size - self.config.vocab_size
+        padded = {id(module.weight) for module in (self.token_embedding, *self.value_embeddings, self.lm_head)}
         parameters = (p for p in self.parameters() if trainable is None or p.requires_grad == trainable)
-        return sum(p.numel() - padding * (id(p) in padded) for p in parameters)
+        return sum(p.numel() - padding * p.shape[-1] * (id(p) in padded) for p in parameters)
 
     def flops_per_token(self, num_tokens: int) -> int:
         """FLOPs of a forward and backward pass per token, in sequences of `num_tokens`.
@@ -346,7 +336,9 @@ class GPT(nn.Module):
         lookup_rows += 0 if config.tied_head else config.vocab_size
         keys = sum(num_tokens if window is None else min(window, num_tokens) for window in config.windows)
         per_parameter = 6 * self.num_parameters(trainable=True) + 4 * self.num_parameters(trainable=False)
-        lookups = (6 if self.token_embedding.weight.requires_grad else 4) * lookup_rows * config.embd_size
+        lookup_parameters = lookup_rows * config.embd_size
+        lookup_parameters += config.value_embeddings * config.vocab_size * config.kv_heads * config.head_dim
+        lookups = (6 if self.token_embedding.weight.requires_grad else 4) * lookup_parameters
         return per_parameter - lookups + 12 * config.num_heads * config.head_dim * keys
 
 
@@ -409,6 +401,11 @@ class GPTStage(nn.Module):
 
     def __init__(self, model: GPT, layers: range) -> None:
         super().__init__()
+        if model.config.value_embeddings:
+            raise ConfigError(
+                "a pipeline does not pass token ids to the stages that need value embeddings: set parallel.pp = 1, "
+                "use fsdp"
+            )
         self.config, self.layers = model.config, layers
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.config.num_layers
@@ -482,6 +479,7 @@ def resize_vocabulary(model: GPT, vocab_size: int) -> GPT:
         return model
     resized = replace(config, vocab_size=vocab_size)
     modules: dict[str, nn.Embedding | nn.Linear] = {"embedding": model.token_embedding}
+    modules |= {f"value embedding {i}": table for i, table in enumerate(model.value_embeddings)}
     if not config.tied_head:
         modules["head"] = model.lm_head
     for name, module in modules.items():
@@ -489,7 +487,9 @@ def resize_vocabulary(model: GPT, vocab_size: int) -> GPT:
             raise ConfigError(f"the {name} is quantized: resize the vocabulary of the dense model, then quantize it")
     for module in modules.values():
         module.weight = _resized(module.weight, config.vocab_size, vocab_size, resized.padded_vocab_size)
-    model.token_embedding.num_embeddings = model.lm_head.out_features = resized.padded_vocab_size
+    for table in (model.token_embedding, *model.value_embeddings):
+        table.num_embeddings = resized.padded_vocab_size
+    model.lm_head.out_features = resized.padded_vocab_size
     model.config = resized
     model.tie_head()
     return model

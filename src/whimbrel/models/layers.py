@@ -1,4 +1,4 @@
-"""Building blocks of the decoder: norm, rotary embedding, attention mask, attention, MLP."""
+"""Building blocks of the decoder: norm, rotary embedding, attention mask, attention, MLP, and their combination."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from whimbrel.ops import KVView, can_attend_packed, cumulative_lengths, packed_a
 __all__ = [
     "MLP",
     "Attention",
+    "Block",
     "CachedAttention",
     "HFCache",
     "HFCacheAdapter",
@@ -219,9 +220,12 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; one linear layer (`c_attn`) computes queries, keys and values, in that order."""
+    """Causal self-attention; one linear layer (`c_attn`) computes queries, keys and values, in that order.
 
-    def __init__(self, config: GPTConfig) -> None:
+    With `mixes_values`, values are a learned mix with an embedding of the token (ResFormer, modded-nanogpt).
+    """
+
+    def __init__(self, config: GPTConfig, *, mixes_values: bool = False) -> None:
         super().__init__()
         self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_dim
         out_features = (self.num_heads + 2 * self.kv_heads) * self.head_size
@@ -231,6 +235,7 @@ class Attention(nn.Module):
         )
         rows = tuple(heads * self.head_size for heads in (self.num_heads, self.kv_heads, self.kv_heads))
         self.c_attn.fused_rows = rows  # type: ignore[assignment] # tensor parallelism splits each of the three
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5])) if mixes_values else None
         self.q_norm, self.k_norm = None, None
         if config.qk_norm != "none":
             affine = config.qk_norm == "weighted"
@@ -242,8 +247,18 @@ class Attention(nn.Module):
         """Compute the heads of one rank only, under tensor parallelism."""
         self.num_heads, self.kv_heads = self.num_heads // ranks, self.kv_heads // ranks
 
-    def forward(self, x_BTC: Tensor, rope: RopeTable | None, mask: Mask, cached: CachedAttention | None) -> Tensor:
-        """Attend within `x`, or through `cached` over a KV cache; without a mask, attention is causal."""
+    def forward(
+        self,
+        x_BTC: Tensor,
+        rope: RopeTable | None,
+        mask: Mask,
+        cached: CachedAttention | None,
+        values_BTC: Tensor | None = None,
+    ) -> Tensor:
+        """Attend within `x`, or through `cached` over a KV cache; without a mask, attention is causal.
+
+        `values` is the value embedding of the tokens, (batch, tokens, kv heads * head size).
+        """
         B, T, _ = x_BTC.shape
         heads_BHTD = self.c_attn(x_BTC).view(B, T, -1, self.head_size).transpose(1, 2)
         q, k, v = heads_BHTD.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
@@ -251,16 +266,20 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rotary_emb(q, *rope), apply_rotary_emb(k, *rope)
-        if cached is not None:
-            y_BHTD = cached(q, k, v)
-        elif isinstance(mask, PackedMask):
-            y_BHTD = packed_attention(q, k, v, mask.cu_seqlens, mask.window)
-        else:
-            y_BHTD = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, enable_gqa=self.kv_heads != self.num_heads
-            )
+        if self.value_mix is not None and values_BTC is not None:
+            embedded_BHTD = values_BTC.view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
+            v = (self.value_mix[0] * v + self.value_mix[1] * embedded_BHTD).type_as(v)
+        y_BHTD = self.attend(q, k, v, mask) if cached is None else cached(q, k, v)
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
         return y_BTC
+
+    def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Mask) -> Tensor:
+        """Attention without a cache, (batch, heads, tokens, head size); causal without a mask."""
+        if isinstance(mask, PackedMask):
+            return packed_attention(q_BHTD, k_BHTD, v_BHTD, mask.cu_seqlens, mask.window)
+        return F.scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, mask, is_causal=mask is None, enable_gqa=self.kv_heads != self.num_heads
+        )
 
 
 class MLP(nn.Module):
@@ -283,6 +302,41 @@ class MLP(nn.Module):
             hidden = _activate(self.activation, self.c_fc(x))
         y: Tensor = self.c_proj(hidden)
         return y
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP with residual connections.
+
+    All blocks of a model have equal attributes except for their weights, so `torch.compile` compiles one graph for all
+    (two if only some have value embeddings); per-layer inputs (mask, cache, values) are passed as arguments.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_scale = (2 * config.num_layers) ** -0.5 if config.residual_scale == "attention" else 1.0
+        self.ln_1 = Norm.from_config(config)
+        self.attn = Attention(config, mixes_values=config.value_embedding_of(layer) is not None)
+        self.ln_2 = Norm.from_config(config)
+        self.mlp = MLP(config)
+        self.skip = nn.Parameter(torch.tensor([1.0, 0.0])) if config.embedding_skip else None
+
+    def forward(
+        self,
+        x: Tensor,
+        x0: Tensor | None,
+        rope: RopeTable | None,
+        mask: Mask,
+        cached: CachedAttention | None,
+        values: Tensor | None = None,
+    ) -> Tensor:
+        """Transform the residual stream `x` (batch, tokens, width).
+
+        `x0` is the embedding, for `embedding_skip`; `values` are the value embeddings of the layer, if it has any.
+        """
+        if self.skip is not None and x0 is not None:
+            x = self.skip[0] * x + self.skip[1] * x0
+        x = torch.add(x, self.attn(self.ln_1(x), rope, mask, cached, values), alpha=self.attention_scale)
+        return torch.add(x, self.mlp(self.ln_2(x)))
 
 
 def _activate(name: str, x: Tensor) -> Tensor:

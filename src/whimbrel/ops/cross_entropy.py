@@ -99,9 +99,10 @@ def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
 
 
 def chunk_tokens(hidden: Tensor, bytes_per_token: int) -> int:
-    """Tokens per chunk of logits that take `bytes_per_token`."""
+    """Tokens per chunk of logits that take `bytes_per_token`; on a GPU a power of two, a multiple of matmul tiles."""
     chunk_bytes = CHUNK_BYTES.get("cuda" if hidden.is_cuda else hidden.device.type, 2**27)
-    return max(MIN_CHUNK_TOKENS, chunk_bytes // bytes_per_token) // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
+    tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // bytes_per_token)
+    return 1 << (tokens.bit_length() - 1) if hidden.is_cuda else tokens // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -149,8 +150,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_weight is not None:
                     if grad_logits.dtype == grad_weight.dtype:
                         grad_weight.addmm_(grad_logits.T, hidden_cast[chunk])
+                    elif _accumulates_in_matmul(grad_logits, grad_weight):
+                        arguments = grad_weight, grad_logits.T, hidden_cast[chunk], grad_weight.dtype
+                        torch.ops.aten.addmm.dtype_out(*arguments, out=grad_weight)
                     else:
                         grad_weight += grad_logits.T @ hidden_cast[chunk]
+                del logits, grad_logits  # before the next chunk is allocated
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes, ctx.inplace, ctx.replaces = (hidden.dtype, trained.dtype), inplace_backward, indices is not None
         return losses.sum()
@@ -167,6 +172,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = grad_weight.to(weight_dtype)
         grads = (None, grad_weight) if ctx.replaces else (grad_weight, None)
         return grad_hidden, *grads, None, None, None, None, None, None, None, None
+
+
+def _accumulates_in_matmul(x: Tensor, total: Tensor) -> bool:
+    """Whether `addmm` can add the product of 16-bit matrices to an fp32 total: on a GPU, not on a simulated one."""
+    return type(x) is Tensor and x.is_cuda and x.dtype.itemsize == 2 and total.dtype is torch.float32
 
 
 def fused_loss_and_gradient_(

@@ -108,9 +108,11 @@ FORMATS = {
         WeightFormat("int8-dynamic-act-int4-weight", "int4", group_size=32, activations="int8-asymmetric"),
     )
 }
+"""The formats of quantized weights by name."""
 
 
 def find_format(name: str | WeightFormat) -> WeightFormat:
+    """A format by name. Raises PrecisionError, with a suggestion, for an unknown one."""
     if isinstance(name, WeightFormat):
         return name
     if name not in FORMATS:

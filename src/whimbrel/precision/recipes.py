@@ -142,6 +142,7 @@ RECIPES = {
         _ptq(FORMATS["fp8"]),
     )
 }
+"""All recipes by name."""
 
 
 def recipe_names(kind: Kind) -> tuple[str, ...]:

@@ -544,6 +544,8 @@ def _compile(model: nn.Module, config: TrainerConfig, device: torch.device) -> N
     settings = {"backend": config.train.compile_backend, "mode": config.train.compile_mode}
     if settings["mode"] == "default":
         del settings["mode"]  # torch refuses a mode for backends other than inductor
+    if isinstance(model, GPT) and (settings != {"backend": "inductor"} or isinstance(config.train.recompute, float)):
+        model.fuses_blocks = False  # hand-written blocks would ignore these settings
     for module in find_blocks(model) if config.train.compile_scope == "block" else [model]:
         if type(module).__module__.startswith("torch.nn."):
             raise ConfigError(

