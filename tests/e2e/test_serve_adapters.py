@@ -59,6 +59,7 @@ def complete(client, model: str) -> str:
 def test_model_and_adapters_are_listed(client):
     assert [model.id for model in client.models.list()] == ["base", "first", "second"]
     assert client.models.retrieve("second").id == "second"
+    assert client.models.retrieve("second").parent == "base"
     for request in (lambda: client.models.retrieve("third"), lambda: complete(client, "third")):
         with pytest.raises(openai.NotFoundError, match="serves 'base', 'first', 'second'"):
             request()

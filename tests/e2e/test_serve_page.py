@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from tests.e2e.pages import LOW_CONTRAST
 from tests.e2e.serving import ServerProcess, serving
 from tests.support.models import save_with_adapters
 
@@ -17,6 +22,31 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 TIMEOUT_SECONDS = 60
+CARD = {
+    "id": "helper",
+    "parent": None,
+    "context_length": 2048,
+    "num_parameters": 135_000_000,
+    "dtype": "bfloat16",
+    "vocab_size": 49152,
+    "has_chat_template": True,
+    "supports_tools": True,
+    "generation_config": {"temperature": 0.6, "top_p": 0.9},
+}
+# Replaces the API: `replies` are the deltas of one response each; the bodies of the requests are kept in `sent`.
+FAKE_API = """
+const [card, replies] = %s;
+window.sent = [];
+const encode = (event) => `data: ${JSON.stringify(event)}\\n\\n`;
+window.fetch = async (path, options) => {
+  if (path === "/v1/models") return new Response(JSON.stringify({ data: [card] }));
+  window.sent.push(JSON.parse(options.body));
+  const choice = (delta, finish_reason = null) => ({ choices: [{ index: 0, delta, finish_reason }] });
+  const usage = { prompt_tokens: 20, completion_tokens: 10, total_tokens: 30 };
+  const events = [...replies.shift().map((delta) => choice(delta)), choice({}, "stop"), { choices: [], usage }];
+  return new Response(events.map(encode).join("") + "data: [DONE]\\n\\n");
+};
+"""
 
 
 class Page:
@@ -24,7 +54,7 @@ class Page:
 
     def __init__(self, browser: webdriver.Chrome, server: ServerProcess) -> None:
         self.browser = browser
-        browser.get(server.url)
+        browser.get(f"{server.url}/health")  # the chat page itself could save its state after this
         browser.execute_script("sessionStorage.clear()")
         browser.get(server.url)
 
@@ -35,11 +65,24 @@ class Page:
         return WebDriverWait(self.browser, TIMEOUT_SECONDS, 0.05).until(lambda _: condition())
 
     def turns(self) -> list[tuple[str, str]]:
-        found = self.browser.find_elements(By.CSS_SELECTOR, "#turns li")
-        return [
-            (turn.get_attribute("class"), turn.find_element(By.TAG_NAME, "p").get_property("textContent"))
-            for turn in found
-        ]
+        """Role and text of each turn; read at once, since they are replaced while a response streams."""
+        script = "return [...document.querySelectorAll('#turns article')].map((turn) => [turn.className, {}])"
+        return [(role, text) for role, text in self.run(script.format("turn.querySelector('.content').textContent"))]
+
+    def last(self, selector: str) -> Any:
+        return self.browser.find_element(By.CSS_SELECTOR, f"#turns article:last-of-type {selector}")
+
+    def press(self, name: str, turn: int = -1) -> None:
+        """Press a button of a turn."""
+        turns = self.browser.find_elements(By.CSS_SELECTOR, "#turns article")
+        [button] = [each for each in turns[turn].find_elements(By.TAG_NAME, "button") if each.text == name]
+        button.send_keys(Keys.ENTER)
+
+    def mode(self, name: str) -> None:
+        self.browser.find_element(By.CSS_SELECTOR, f"label[for=mode-{name}]").click()
+
+    def run(self, script: str) -> Any:
+        return self.browser.execute_script(script)
 
     def set(self, id: str, value: str) -> None:  # noqa: A002
         # opened automatically if the key is missing
@@ -48,12 +91,29 @@ class Page:
         field.clear()
         field.send_keys(value, Keys.TAB)
 
+    def in_chat(self, server: ServerProcess, **settings: str) -> None:
+        """Enter the key, choose Chat and change settings."""
+        self.enter(server.key)
+        self.mode("chat")
+        for name, value in settings.items():
+            self.set(name, value)
+
     def enter(self, key: str) -> None:
         self.set("key", key)
         self.until(lambda: self.find("model").text == "tiny")
 
     def send(self, text: str) -> None:
         self.find("text").send_keys(text, Keys.ENTER)
+
+    def replies(self) -> list[str]:
+        """The text of the assistant's messages, before Markdown."""
+        state = json.loads(self.run("return sessionStorage.getItem('whimbrel.state')"))
+        return [message["content"] for message in state["chat"] if message["role"] == "assistant"]
+
+    def problems(self) -> list[str]:
+        """Errors in the console; 4xx responses are logged as errors too."""
+        messages = [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
+        return [message for message in messages if " 40" not in message]
 
     def is_idle(self) -> bool:
         return self.find("turns").get_attribute("aria-busy") == "false"
@@ -66,6 +126,24 @@ def adapter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerP
     save_with_adapters(folder, ["first", "second"])
     with serving(folder / "base", *(f"--adapter={name}={folder / name}" for name in ("first", "second"))) as process:
         yield process
+
+
+@pytest.fixture
+def fake_page(browser: webdriver.Chrome, server: ServerProcess) -> Iterator[Any]:
+    """Opens the page with a fake API: `fake_page(replies, **card)`."""
+    scripts = []
+
+    def open_page(replies: list[list[dict[str, Any]]], **card: Any) -> Page:
+        source = FAKE_API % json.dumps([CARD | card, replies])
+        result = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+        scripts.append(result["identifier"])
+        page = Page(browser, server)
+        page.until(lambda: page.find("model").text == "helper")
+        return page
+
+    yield open_page
+    for identifier in scripts:
+        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", {"identifier": identifier})
 
 
 @pytest.fixture
@@ -82,47 +160,207 @@ def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: 
     assert page.browser.execute_script("return localStorage.length") == 0
 
 
-def test_a_conversation_streams_and_survives_a_reload(page: Page, server: ServerProcess):
+def test_a_base_model_opens_in_complete_mode(page: Page, server: ServerProcess):
     page.enter(server.key)
+    assert page.find("mode-complete").is_selected()
+    assert "base model" in page.find("introduction").text
+    facts = page.find("facts").text.split("\n")
+    assert facts[facts.index("Context") + 1] == "4,096 tokens"
+    assert facts[facts.index("Type") + 1] == "Base model"
     page.set("temperature", "0")
-    page.set("tokens", "12")
-    page.set("system", "Be brief.")
+    page.set("max_tokens", "12")
+    example = page.browser.find_element(By.CSS_SELECTOR, "#examples button")
+    assert example.text == "Once upon a time"
+    example.send_keys(Keys.ENTER)
+    page.until(lambda: page.is_idle() and len(page.turns()) == 1)
+    body = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 12}
+    with server.client() as client:
+        first = body["prompt"] + client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert page.turns() == [("completion", first)]
+        page.press("Continue")
+        page.until(lambda: page.is_idle() and len(page.turns()[0][1]) > len(first))
+        body["prompt"] = first
+        second = first + client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert page.turns() == [("completion", second)]
+    assert not page.find("welcome").is_displayed()
+    page.press("Edit")
+    field = page.last("textarea")
+    assert field.get_property("value") == second
+    field.clear()
+    field.send_keys("Once upon a time", Keys.ENTER)  # the same text as before
+    page.until(lambda: page.is_idle() and page.turns() == [("completion", first)])
+
+
+def test_a_conversation_streams_and_survives_a_reload(page: Page, server: ServerProcess):
+    page.in_chat(server, temperature="0", max_tokens="12", system="Be brief.")
     page.send("Hello")
     page.until(lambda: page.is_idle() and len(page.turns()) == 2)
     assert page.find("status").text == "Stopped at the token limit."
-    (_, sent), (_, first) = page.turns()
-    assert sent == "Hello"
-    assert page.browser.find_element(By.CSS_SELECTOR, "#turns .assistant p").is_displayed()
-    page.send("And then?")
-    page.until(lambda: page.is_idle() and len(page.turns()) == 4)
-    assert [role for role, _ in page.turns()] == ["user", "assistant"] * 2
+    assert page.last(".stats").text.startswith("12 tokens · ")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 12}
     with server.client() as client:
-        first_reply = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-        assert first == first_reply
-        messages += [{"role": "assistant", "content": first_reply}, {"role": "user", "content": "And then?"}]
+        first = client.post("/v1/chat/completions", json=body).json()
+        reply = first["choices"][0]["message"]["content"]
+        assert page.replies() == [reply]
+        assert page.find("used").text == f"{first['usage']['total_tokens']} of 4,096 tokens"
+        page.send("And then?")
+        page.until(lambda: page.is_idle() and len(page.turns()) == 4)
+        assert [role for role, _ in page.turns()] == ["user", "assistant"] * 2
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]
         second_reply = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    assert page.turns()[3][1] == second_reply
+    assert page.replies() == [reply, second_reply]
     page.browser.refresh()
     page.until(lambda: page.find("model").text == "tiny")
+    assert page.find("mode-chat").is_selected()
     assert len(page.turns()) == 4
     page.find("new").click()
     assert page.turns() == []
     page.browser.refresh()
+    page.until(lambda: page.find("model").text == "tiny")
     assert page.turns() == []
+    assert page.find("welcome").is_displayed()
 
 
-def test_the_stop_button_stops_generation(page: Page, server: ServerProcess):
-    page.enter(server.key)
-    page.set("temperature", "0")  # sampling could end the reply early
+def test_replies_are_regenerated_and_messages_edited(fake_page: Any):
+    page = fake_page([[{"content": text}] for text in ("one", "two", "three", "four", "five")])
+    page.send("Count")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    page.send("Go on")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 4)
+    page.press("Regenerate")
+    page.until(lambda: page.is_idle() and page.turns()[3][1].strip() == "three")
+    page.press("Edit", turn=0)
+    field = page.browser.find_element(By.CSS_SELECTOR, "article textarea")
+    field.send_keys(Keys.ESCAPE)
+    assert len(page.turns()) == 4  # cancelled
+    assert page.run("return document.activeElement.textContent") == "Edit"
+    page.press("Edit", turn=0)
+    page.browser.find_element(By.CSS_SELECTOR, "article textarea").send_keys(" down", Keys.ENTER)
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    assert [text.strip() for _, text in page.turns()] == ["Count down", "four"]
+    assert page.run("return sent.map(({ messages }) => messages.map(({ content }) => content))") == [
+        ["Count"],
+        ["Count", "one", "Go on"],
+        ["Count", "one", "Go on"],
+        ["Count down"],
+    ]
+
+
+def test_texts_are_continued_regenerated_and_edited(fake_page: Any):
+    replies = [[{"content": text}] for text in (" one", " two", " three", " four", " five")]
+    page = fake_page(replies, has_chat_template=False)
+
+    def until_texts(*texts: str) -> None:
+        page.until(lambda: page.is_idle() and [text for _, text in page.turns()] == list(texts))
+
+    page.send("A")
+    until_texts("A one")
+    page.press("Continue")
+    until_texts("A one two")
+    page.press("Regenerate")  # only what Continue has added
+    until_texts("A one three")
+    page.send("B")
+    until_texts("A one three", "B four")
+    page.press("Edit", turn=0)
+    page.browser.find_element(By.CSS_SELECTOR, "article textarea").send_keys(Keys.ENTER)
+    until_texts("B four", "A one three five")
+    assert page.run("return sent.map(({ prompt }) => prompt)") == ["A", "A one", "A one", "B", "A one three"]
+
+
+def test_an_empty_answer_is_explained_and_the_focus_stays(fake_page: Any):
+    page = fake_page([[]])
+    page.send("Hello")
+    page.until(lambda: page.find("status").text == "The answer is empty: the model stopped at once.")
+    assert page.run("return document.activeElement.id") == "text"
+
+
+def test_defaults_are_those_of_the_model(fake_page: Any):
+    page = fake_page([[{"content": "Hi"}], [{"content": "Hi"}]])
+    assert page.find("mode-chat").is_selected()
+    assert page.find("greeting").text == "Chat with helper"
+    page.send("Hello")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    page.set("top_p", "0.5")
+    page.send("Hello")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 4)
+    first, second = page.run("return sent")
+    assert {name: first[name] for name in ("temperature", "top_p", "max_tokens")} == {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "max_tokens": 1024,  # half of the context
+    }
+    assert second["top_p"] == 0.5
+    assert "top_k" not in first
+    page.find("defaults").click()
+    assert page.find("top_p").get_property("value") == ""
+
+
+def test_markdown_is_rendered_and_sanitized(fake_page: Any):
+    text = (
+        "# Title\n\n**bold** <b>raw</b> <img src=x onerror=\"document.title='injected'\">\n\n"
+        "```python\nprint('<i>')\n```\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"
+        "![picture](https://example.com/x.png) [site](https://example.com) [bad](javascript:alert(1))\n\n"
+        "<script>document.title='injected'</script>\n<div style='color: red'>styled</div>"
+    )
+    page = fake_page([[{"content": piece} for piece in (text[:40], text[40:])]])
+    page.browser.execute_script("document.getElementById('text').value = arguments[0]", text)
+    page.send("")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    assert page.turns()[0] == ("user", text)
+    count = "return document.querySelectorAll('#turns article {}').length"
+    assert page.run(count.format("img, #turns script, #turns b, #turns div[style], #turns [onerror]")) == 0
+    assert page.run(count.format("h1, #turns strong, #turns th, #turns pre code")) == 5
+    assert page.last("strong").text == "bold"
+    assert "<b>raw</b>" in page.last(".content").text
+    assert page.last("pre").text == "print('<i>')"
+    assert page.last(".code-header span").text == "python"
+    links = page.run("return [...document.querySelectorAll('#turns a')].map((a) => [a.textContent, a.href, a.rel])")
+    assert ["site", "https://example.com/", "noopener noreferrer"] in links
+    assert not [href for _, href, _ in links if "javascript" in href]
+    assert "injected" not in page.browser.title
+    page.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.last(".code-header button").send_keys(Keys.ENTER)
+    page.until(lambda: page.run("return window.copied") == "print('<i>')\n")
+    page.last(".actions button").send_keys(Keys.ENTER)
+    page.until(lambda: page.run("return window.copied") == text)
+    assert page.problems() == []
+
+
+def test_tool_calls_are_shown_and_their_results_sent(fake_page: Any):
+    function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    call = {"index": 0, "id": "call_1", "type": "function", "function": function}
+    page = fake_page([[{"content": ""}, {"tool_calls": [call]}], [{"content": "It rains."}]])
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+    page.set("tools", json.dumps(tools))
+    page.send("Is it raining in Oslo?")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    assert page.last(".call code").text == "get_weather"
+    assert json.loads(page.last(".call pre").text) == {"city": "Oslo"}
+    assert page.find("text-label").get_property("textContent") == "Result of get_weather"
+    page.send("rain")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 4)
+    first, second = page.run("return sent")
+    assert first["tools"] == second["tools"] == tools
+    assert second["messages"][1:] == [
+        {"role": "assistant", "content": "", "tool_calls": [{name: call[name] for name in ("id", "type", "function")}]},
+        {"role": "tool", "content": "rain", "tool_call_id": "call_1", "name": "get_weather"},
+    ]
+
+
+@pytest.mark.parametrize("key", [None, Keys.ESCAPE], ids=["button", "escape"])
+def test_generation_is_stopped(page: Page, server: ServerProcess, key: str | None):
+    page.in_chat(server, temperature="0", max_tokens="4000")  # sampling could end the reply early
     page.send("Tell me everything")
     page.until(lambda: len(page.turns()) == 2 and len(page.turns()[1][1]) > 20)
     server.process.send_signal(signal.SIGSTOP)  # it must not finish before the click
     try:
         assert page.find("stop").is_displayed()
         assert not page.find("send").is_displayed()
-        page.find("stop").click()
+        if key:
+            page.find("text").send_keys(key)
+        else:
+            page.find("stop").click()
         page.until(page.is_idle)
     finally:
         server.process.send_signal(signal.SIGCONT)
@@ -130,47 +368,76 @@ def test_the_stop_button_stops_generation(page: Page, server: ServerProcess):
     assert page.find("send").is_displayed()
     server.wait_until_idle()
     assert len(page.turns()) == 2
-
-
-def test_markup_is_shown_as_text(page: Page, server: ServerProcess):
-    page.enter(server.key)
-    page.set("tokens", "2")
-    text = "<img src=x onerror=\"document.title='injected'\"><b>bold</b> &amp; done"
-    page.send(text)
-    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
-    assert page.turns()[0] == ("user", text)
-    assert page.browser.find_elements(By.CSS_SELECTOR, "#turns img, #turns b") == []
-    assert page.browser.title == "Whimbrel"
+    assert page.last(".stats").text.startswith("about ")
 
 
 def test_an_error_is_shown_and_the_message_restored(page: Page, server: ServerProcess):
-    page.enter(server.key)
-    page.set("temperature", "9")
+    page.in_chat(server, temperature="9")
     page.send("Hello")
     page.until(lambda: "temperature" in page.find("status").text)
     assert page.turns() == []
     assert page.find("text").get_attribute("value") == "Hello"
 
 
-def test_no_external_resources_and_all_fields_are_labelled(page: Page, server: ServerProcess):
-    loaded = page.browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
-    assert loaded
-    assert [name for name in loaded if not name.startswith(server.url)] == []
-    unnamed = page.browser.execute_script(
-        "const fields = [...document.querySelectorAll('input, select, textarea')];"
-        "return fields.filter((field) => !field.labels.length).length"
+@pytest.mark.parametrize("screen", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
+def test_no_errors_external_requests_overflow_or_low_contrast(fake_page: Any, server: ServerProcess, screen):
+    code = "```python\n" + "x = 1  # long\n" * 3 + "y" * 200 + "\n```\n"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    page = fake_page(
+        [[{"content": code + "> quote\n\n`code` [link](https://example.com)"}, {"tool_calls": [call | {"index": 0}]}]]
     )
-    assert unnamed == 0
+    width, height = screen
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    try:
+        page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        for turns in (0, 2):
+            if turns:
+                page.send("word " * 50 + "long" * 50)
+                page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+            page.run("document.getElementById('settings').open = true")
+            colors = set()
+            for scheme in ("light", "dark"):
+                wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+                page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+                colors.add(page.browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
+                assert page.run(LOW_CONTRAST) == []
+                assert page.run("return document.documentElement.scrollWidth") <= width
+            assert len(colors) == 2
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    loaded = page.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert len(loaded) > 5
+    assert [name for name in loaded if not name.startswith(server.url)] == []
+    unnamed = (
+        "const fields = [...document.querySelectorAll('input, select, textarea, progress')]; return fields.filter("
+    )
+    assert page.run(unnamed + "(field) => !field.labels.length).length") == 0
+    skipped = "return [...document.querySelectorAll('input, select, textarea, button, a, summary, pre')].filter("
+    assert (
+        page.run(skipped + "(node) => node.checkVisibility() && node.tabIndex < 0 && !node.closest('.call')).length")
+        == 0
+    )
     assert page.browser.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
-    colors = []
-    for scheme in ("light", "dark"):
-        wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
-        colors.append(page.browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
-    assert colors[0] != colors[1]
-    severe = [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]
-    # 4xx responses are logged as errors too; anything else is a bug
-    assert [entry for entry in severe if " 40" not in entry["message"]] == []
+    assert page.problems() == []
+
+
+def test_the_tab_key_reaches_everything_in_order_and_shows_the_focus(fake_page: Any):
+    page = fake_page([])
+    order: list[str] = []
+    while "mode-chat" not in order:
+        assert len(order) < 20, order
+        name, outline = page.run(
+            "const node = document.activeElement;"
+            "const shown = node.type === 'radio' ? node.nextElementSibling : node;"  # the radio buttons are invisible
+            "return [node.id === 'text' ? 'text' : node.textContent || node.id, getComputedStyle(shown).outlineStyle]"
+        )
+        assert outline == "solid", name
+        order.insert(0, name.strip())
+        page.browser.switch_to.active_element.send_keys(Keys.SHIFT, Keys.TAB)
+    examples = [button.text for button in page.browser.find_elements(By.CSS_SELECTOR, "#examples button")]
+    assert len(examples) == 3
+    assert order == ["mode-chat", "New", "Settings", *examples, "text"]
 
 
 def test_one_of_several_models_is_chosen(browser: webdriver.Chrome, adapter_server: ServerProcess):
@@ -178,13 +445,14 @@ def test_one_of_several_models_is_chosen(browser: webdriver.Chrome, adapter_serv
     page.set("key", adapter_server.key)
     page.until(lambda: [option.text for option in Select(page.find("model")).options] == ["base", "first", "second"])
     page.set("temperature", "0")
-    page.set("tokens", "12")
+    page.set("max_tokens", "12")
     with adapter_server.client() as client:
         for name in ("second", "base"):
             Select(page.find("model")).select_by_value(name)
             page.browser.refresh()
             page.until(lambda: page.find("model").get_property("value"))
             assert page.find("model").get_property("value") == name
+            page.mode("chat")
             page.find("new").click()
             page.send("Hello")
             page.until(lambda: page.is_idle() and len(page.turns()) == 2)
@@ -195,7 +463,8 @@ def test_one_of_several_models_is_chosen(browser: webdriver.Chrome, adapter_serv
                 "max_tokens": 12,
             }
             expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-            assert page.turns()[1] == ("assistant", expected)
+            assert page.replies() == [expected]
+            assert page.last(".author").text == name
             body["model"] = "first"
             assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] != expected
 
@@ -209,6 +478,12 @@ def test_the_docs_page_shows_every_route_and_field(page: Page, server: ServerPro
     fields = {field.text for field in page.browser.find_elements(By.CSS_SELECTOR, "section th")}
     assert {"prompt", "messages", "max_tokens", "stop", "seed", "logprobs", "stream_options"} <= fields
     assert "number (> 0, ≤ 1)" in page.find("routes").text  # top_p
+    commands = [code.text for code in page.browser.find_elements(By.CSS_SELECTOR, "pre")]
+    [command] = [each for each in commands if "/v1/chat/completions" in each]
+    environment = os.environ | {"WHIMBREL_API_KEY": server.key}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout)["object"] == "chat.completion"
+    assert page.problems() == []
 
 
 def test_the_docs_page_says_where_to_enter_the_key(page: Page, server: ServerProcess):
@@ -217,15 +492,38 @@ def test_the_docs_page_says_where_to_enter_the_key(page: Page, server: ServerPro
 
 
 def test_a_conversation_longer_than_the_context_drops_its_oldest_messages(page: Page, server: ServerProcess):
-    page.enter(server.key)
-    page.set("tokens", "2")
-    page.browser.execute_script(
+    page.in_chat(server, max_tokens="2")
+    page.run(
         "const long = 'so '.repeat(5000);"
-        "const messages = [{role: 'user', content: long}, {role: 'assistant', content: long}];"
-        "sessionStorage.setItem('whimbrel.conversation', JSON.stringify(messages))"
+        "const chat = [{role: 'user', content: long}, {role: 'assistant', content: long, model: 'tiny'}];"
+        "sessionStorage.setItem('whimbrel.state', JSON.stringify({mode: 'chat', chat}))"
     )
     page.browser.refresh()
     page.until(lambda: page.find("model").text == "tiny")
     page.send("Hello")
     page.until(lambda: page.is_idle() and len(page.turns()) == 4)
     assert "oldest messages were left out" in page.find("status").text
+    divider = page.browser.find_element(By.CSS_SELECTOR, "#turns .divider + article")
+    assert divider.find_element(By.CLASS_NAME, "content").text == "Hello"
+
+
+def test_dropped_messages_leave_space_for_the_reply(fake_page: Any):
+    """Estimated from the tokens per character of the last response, before the server refuses the prompt."""
+    page = fake_page([[{"content": "Hi"}] for _ in range(4)], context_length=60)
+    for turn in range(1, 4):  # the fake server reports 30 tokens for each
+        page.send("Hello")
+        page.until(lambda turn=turn: page.is_idle() and len(page.turns()) == 2 * turn)
+    lengths = page.run("return sent.map(({ messages }) => messages.length)")
+    assert lengths[0] == 1
+    assert lengths[2] < 5
+    assert page.run("return sent[0].max_tokens") == 30  # half of the context
+
+
+def test_only_the_end_of_a_long_text_is_the_prompt(page: Page, server: ServerProcess):
+    page.enter(server.key)
+    page.set("max_tokens", "2")
+    page.run("document.getElementById('text').value = 'so '.repeat(6000) + 'the end'")
+    page.send("")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 1)
+    assert "only saw the end" in page.find("status").text
+    assert page.turns()[0][1].startswith("so so so")

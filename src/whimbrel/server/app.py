@@ -39,8 +39,9 @@ from whimbrel.server.schema import (
 from whimbrel.server.served_model import Prompt, ServedModel
 from whimbrel.server.static_files import add_static_files
 from whimbrel.server.streaming import ChatFormat, CompletionFormat, PromptContext, ResponseBuilder, ResponseFormat
-from whimbrel.server.tool_calls import find_parser
+from whimbrel.server.tool_calls import find_parser, supports_tools
 from whimbrel.server.worker import EngineProtocol, Worker
+from whimbrel.tokenization.chat_template import DEFAULT_CHAT_TEMPLATE
 
 __all__ = ["Service"]
 
@@ -63,9 +64,15 @@ STATIC_FILES = {
     "/docs": "docs.html",
     "/page/chat.css": "chat.css",
     "/page/chat.js": "chat.js",
+    "/page/client.js": "client.js",
+    "/page/docs.css": "docs.css",
     "/page/docs.js": "docs.js",
+    "/page/dompurify.js": "dompurify/purify.min.js",
     "/page/icon.svg": "icon.svg",
+    "/page/markdown.js": "markdown.js",
+    "/page/marked.js": "marked/marked.umd.js",
     "/page/theme.css": "theme.css",
+    "/page/turns.js": "turns.js",
 }
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -261,7 +268,14 @@ class Service:
             "object": "model",
             "created": model.created,
             "owned_by": "whimbrel",
+            "parent": self.model.name if model.adapter else None,
             "context_length": self.worker.context_length,
+            "num_parameters": model.model.num_parameters(),
+            "dtype": model.dtype,
+            "vocab_size": model.model.config.vocab_size,
+            "has_chat_template": model.chat_template is not DEFAULT_CHAT_TEMPLATE,
+            "supports_tools": supports_tools(model.chat_template),
+            "generation_config": model.generation_config,
         }
 
     def _openapi(self) -> dict[str, Any]:

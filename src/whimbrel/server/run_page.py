@@ -27,6 +27,7 @@ __all__ = ["RunPage"]
 
 STATIC_FILES = {
     "/": "watch.html",
+    "/page/client.js": "client.js",
     "/page/icon.svg": "icon.svg",
     "/page/theme.css": "theme.css",
     "/page/uplot.css": "uplot/uPlot.min.css",

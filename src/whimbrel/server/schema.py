@@ -470,13 +470,29 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ModelCard(BaseModel):
-    """The served model."""
+    """A served model, or an adapter."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None
+    """The base model of an adapter."""
     context_length: int
+    """Maximum number of tokens, prompt included."""
+    num_parameters: int
+    """Number of parameters, of an adapter those of its base model."""
+    dtype: str
+    """Data type of the weights, or the format they are quantized to."""
+    vocab_size: int
+    has_chat_template: bool
+    """False for base models: they continue text."""
+    supports_tools: bool
+    """Whether the chat template renders tools and the server parses its tool calls."""
+    generation_config: dict[str, float]
+    """Defaults in generation_config.json: sampling parameters and max_new_tokens."""
 
 
 class ModelList(BaseModel):

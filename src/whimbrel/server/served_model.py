@@ -17,6 +17,7 @@ from whimbrel.inference.adapters import open_adapter
 from whimbrel.model_io import Adapter, ModelLocation, ModelSource, locate_model, open_model
 from whimbrel.model_io.adapter import ADAPTER_CONFIG
 from whimbrel.models import GPT
+from whimbrel.precision import QuantizedWeight
 from whimbrel.server.errors import ApiError, preview
 from whimbrel.tokenization import Tokenizer
 from whimbrel.tokenization.chat_template import DEFAULT_CHAT_TEMPLATE, ChatTemplate
@@ -79,10 +80,25 @@ class ServedModel:
     """The token that replaces an empty prompt. (default: the tokenizer's BOS token)"""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters for requests that do not set them."""
+    max_new_tokens: int | None = None
+    """The model's own default, which the chat page uses."""
     token_texts: TokenTexts = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_texts", TokenTexts(self.tokenizer))
+
+    @property
+    def dtype(self) -> str:
+        """Data type of the weights, or the format they are quantized to."""
+        weights = list(self.model.parameters())
+        quantized = next((weight for weight in weights if isinstance(weight, QuantizedWeight)), None)
+        return quantized.format.name if quantized is not None else str(weights[0].dtype).removeprefix("torch.")
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """Defaults of the model: those of its sampling parameters that are set, and `max_new_tokens`."""
+        fields = {**self.default_sampling, "max_new_tokens": self.max_new_tokens}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def encode_prompts(
         self, prompts: Sequence[str | list[int]], max_tokens: int, parse_special: bool = True
@@ -199,6 +215,7 @@ def _served_model(
         eos_ids=frozenset(source.generation_config.eos_token_ids),
         bos_id=source.generation_config.bos_token_id,
         default_sampling=source.generation_config.sampling,
+        max_new_tokens=source.generation_config.max_new_tokens,
     )
 
 

@@ -23,7 +23,15 @@ from whimbrel.base.errors import RequestError
 from whimbrel.inference.detokenizer import partial_match
 from whimbrel.tokenization import ChatTemplate
 
-__all__ = ["HermesParser", "Llama3JsonParser", "ParsedText", "ToolCall", "ToolCallParser", "find_parser"]
+__all__ = [
+    "HermesParser",
+    "Llama3JsonParser",
+    "ParsedText",
+    "ToolCall",
+    "ToolCallParser",
+    "find_parser",
+    "supports_tools",
+]
 
 START, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -152,6 +160,15 @@ def find_parser(template: ChatTemplate, names: Collection[str]) -> Callable[[], 
         f'expected a chat template that writes tool calls as {START}{{"name": ...}} or {{"name": ..., "parameters"'
     )
     raise RequestError(f"{expected}: ...}}, got one with another format: leave tools out", field="tools")
+
+
+def supports_tools(template: ChatTemplate) -> bool:
+    """Whether the chat template renders tools, and writes calls in a format that has a parser."""
+    try:
+        find_parser(template, ())
+    except RequestError:
+        return False
+    return template.features.reads_tools
 
 
 def _parse_calls(text: str, first_index: int) -> list[ToolCall]:

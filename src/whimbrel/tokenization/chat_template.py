@@ -284,7 +284,8 @@ class ChatTemplate:
         _check_messages(messages)
         if tools and not self.features.reads_tools:
             raise RequestError(
-                "the model's chat template does not support tools: remove them, or use one that does",
+                "the model's chat template does not support tools: leave them out, or fine-tune the model with "
+                "--template chatml",
                 field="tools",
             )
         if "tool_calls" not in self.source and any(message.get("tool_calls") for message in messages):

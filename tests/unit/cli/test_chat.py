@@ -68,7 +68,7 @@ def test_answers_depend_on_the_complete_conversation_since_the_last_reset(model,
     assert answers[0] == answers[2] == first.lstrip()
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And you?"}]
     assert answers[1] == expected(model, directory, messages).lstrip()
-    assert "/reset starts over" in notices
+    assert "/help lists the commands" in notices
     assert "new conversation" in notices
 
 
@@ -80,13 +80,15 @@ def test_end_of_input_quits(run_chat):
 def test_system_prompt_that_exceeds_the_context_is_rejected_at_the_start(run_chat, capsys):
     with pytest.raises(RequestError, match="system prompt .* at most 250 tokens"):
         run_chat("Hello", system="x" * 300)
-    assert "/reset" not in capsys.readouterr().err
+    assert "/help" not in capsys.readouterr().err
 
 
-def test_unknown_command_is_reported(run_chat):
-    answers, notices = run_chat("/help")
+def test_help_lists_the_commands_and_unknown_ones_are_reported(run_chat):
+    answers, notices = run_chat("/help", "/quit")
     assert answers == []
-    assert "unknown command '/help'" in notices
+    for command in ("/help", "/reset", "/exit", "Ctrl-C"):
+        assert f"\n{command}  " in notices
+    assert "unknown command '/quit': type /help" in notices
 
 
 def test_ctrl_c_stops_only_the_current_answer(model, directory, run_chat, monkeypatch):

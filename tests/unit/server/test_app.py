@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -16,6 +17,7 @@ import httpx
 import torch
 from tests.unit.server.running_server import running, wait_for
 
+from whimbrel.precision import quantize_
 from whimbrel.server.app import ENCODER_THREADS
 from whimbrel.server.served_model import ServedModel
 from whimbrel.server.worker import MAX_STEP_FAILURES
@@ -180,6 +182,29 @@ def test_errors_name_the_parameter(served: ServedModel, route: str, body: dict[s
         response = run.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == param
+
+
+def test_model_cards_describe_base_and_chat_models(served: ServedModel):
+    with running(served) as run:
+        card = run.client.get("/v1/models/tiny").json()
+    assert card["num_parameters"] == served.model.num_parameters()
+    assert (card["dtype"], card["vocab_size"], card["parent"]) == ("float32", 50257, None)
+    assert (card["has_chat_template"], card["supports_tools"], card["generation_config"]) == (False, False, {})
+    for call, has_parser in (('<tool_call>{"name": ...}', True), ("[TOOL_CALLS]", False)):
+        template = ChatTemplate(f"{{{{ tools }}}}{call}{DEFAULT_CHAT_TEMPLATE.source}")
+        chat = replace(served, chat_template=template, default_sampling={"temperature": 0.6}, max_new_tokens=99)
+        with running(chat) as run:
+            card = run.client.get("/v1/models/tiny").json()
+        assert (card["has_chat_template"], card["supports_tools"]) == (True, has_parser)
+        assert card["generation_config"] == {"temperature": 0.6, "max_new_tokens": 99}
+
+
+def test_model_cards_name_the_format_of_quantized_weights(served: ServedModel):
+    model = copy.deepcopy(served.model)
+    quantize_(model, "int8")
+    with running(replace(served, model=model)) as run:
+        card = run.client.get("/v1/models/tiny").json()
+    assert (card["dtype"], card["num_parameters"]) == ("int8", served.model.num_parameters())
 
 
 def test_generation_stops_at_the_capacity_of_the_kv_cache(served: ServedModel):

@@ -1,181 +1,460 @@
-// The chat page: keeps the conversation, sends all of it with every message, and shows the response as it streams.
-// Text is only ever set as textContent, so that neither model output nor user input can inject HTML.
+// The chat page. Chat sends the conversation with every message; Complete continues a text, for models without a chat template.
+
+import { KEY, element, readEvents, request } from "/page/client.js";
+import { isSubmitKey, isTouch, showDivider, showEditor, showEntry, updateContent, updateStats } from "/page/turns.js";
 
 const find = (id) => document.getElementById(id);
 const [log, form, text, send, stop, status, model] = ["turns", "form", "text", "send", "stop", "status", "model"].map(find);
-const STORED_FIELDS = {
-  model: "whimbrel.model", system: "whimbrel.system", temperature: "whimbrel.temperature", tokens: "whimbrel.tokens", key: "whimbrel.key",
+const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"];
+const FIELDS = ["system", ...SAMPLING, "tools", "key"]; // kept in sessionStorage
+const STATE = "whimbrel.state";
+const DEFAULT_TEMPERATURE = 0.8; // as in `whimbrel chat`
+const EXAMPLES = {
+  chat: [
+    "Explain in three sentences how a rainbow forms.",
+    "Write a Python function that tests whether a word is a palindrome.",
+    "Compare tea and coffee in a table.",
+  ],
+  complete: ["Once upon a time", "The most important thing to know about", ""],
 };
-const CONVERSATION = "whimbrel.conversation";
+const number = new Intl.NumberFormat("en");
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
-let messages = [];
+let cards = []; // of /v1/models
 let controller = null; // aborts the response that is streaming
+let editing = false;
+let state = {
+  mode: null, // "chat" or "complete"
+  chat: [],
+  complete: [],
+  start: 0, // index of the first message in the context
+  usage: null, // of the last response: {tokens, characters, total}
+};
+
+const card = () => cards.find(({ id }) => id === model.value);
+const entries = () => state[state.mode];
+
+function store() {
+  sessionStorage.setItem(STATE, JSON.stringify(state));
+}
 
 function showStatus(message, isError = false) {
   status.textContent = message;
   status.classList.toggle("error", isError);
 }
 
-function showMessage(message) {
-  const item = document.createElement("li");
-  item.className = message.role;
-  const author = document.createElement("span");
-  author.className = "author";
-  author.textContent = message.role === "user" ? "You" : "Model";
-  const content = document.createElement("p");
-  content.textContent = message.content;
-  item.append(author, content);
-  log.append(item);
-  item.scrollIntoView({ block: "end" });
-  return content;
-}
-
-function store() {
-  sessionStorage.setItem(CONVERSATION, JSON.stringify(messages));
-}
-
-async function request(path, options = {}) {
-  const headers = { "Content-Type": "application/json" };
-  if (find("key").value) headers.Authorization = `Bearer ${find("key").value}`;
-  const response = await fetch(path, { ...options, headers });
-  if (response.ok) return response;
-  const body = await response.json().catch(() => null);
-  if (response.status === 401) find("settings").open = true;
-  throw Object.assign(new Error(body?.error?.message ?? `HTTP status ${response.status}`), { code: body?.error?.code });
-}
+// Models and settings
 
 async function loadModels() {
-  const { data } = await (await request("/v1/models")).json();
-  const chosen = sessionStorage.getItem(STORED_FIELDS.model);
-  model.replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
-  model.disabled = data.length < 2;
+  cards = (await (await request("/v1/models")).json()).data;
+  const chosen = sessionStorage.getItem("whimbrel.model");
+  model.replaceChildren(...cards.map(({ id }) => new Option(id, id, false, id === chosen)));
+  find("settings").classList.remove("locked");
+  if (!controller) setBusy(false);
+  setMode(state.mode ?? defaultMode());
 }
 
-function requestBody(history) {
-  const system = find("system").value.trim();
-  const body = { model: model.value, stream: true, messages: system ? [{ role: "system", content: system }, ...history] : history };
-  if (find("temperature").value) body.temperature = Number(find("temperature").value);
-  if (find("tokens").value) body.max_completion_tokens = Number(find("tokens").value);
-  return JSON.stringify(body);
+const defaultMode = () => (card().has_chat_template ? "chat" : "complete");
+
+function setMode(mode) {
+  if (state.mode !== mode) state.usage = null;
+  state.mode = mode;
+  find(`mode-${mode}`).checked = true;
+  for (const field of document.querySelectorAll(".chat-only")) field.hidden = mode !== "chat";
+  for (const field of document.querySelectorAll(".tools-only")) field.hidden ||= !card().supports_tools;
+  send.textContent = mode === "chat" ? "Send" : "Complete";
+  document.title = `${model.value} · Whimbrel`;
+  for (const [name, value] of Object.entries(defaults())) find(name).placeholder = value ?? "off";
+  render();
+  store();
 }
 
-// If the conversation is longer than the model's context, leaves out the oldest pairs of messages.
-async function requestCompletion() {
-  for (let start = 0; ; start += 2) {
-    try {
-      const body = requestBody(messages.slice(start));
-      const response = await request("/v1/chat/completions", { method: "POST", body, signal: controller.signal });
-      return { response, truncated: start > 0 };
-    } catch (error) {
-      if (error.code !== "context_length_exceeded" || start + 2 >= messages.length) throw error;
-    }
-  }
+function defaults() {
+  const { generation_config: config, has_chat_template, context_length } = card();
+  const limit = config.max_new_tokens ?? (has_chat_template && state.mode === "chat" ? 1024 : 256);
+  const own = { temperature: DEFAULT_TEMPERATURE, ...config, max_tokens: Math.min(limit, Math.floor(context_length / 2)) };
+  return Object.fromEntries(SAMPLING.map((name) => [name, own[name] ?? null]));
 }
 
-// Server-sent events are separated by blank lines; ours have one `data:` line each.
-async function* readEvents(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let buffer = "";
-  for (let next = await reader.read(); !next.done; next = await reader.read()) {
-    const parts = (buffer + next.value).split("\n\n");
-    buffer = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
-  }
-  throw new Error("the connection was closed before the end of the response");
+// The sampling parameters of a request: those that the user set, else those of the model.
+function sampling() {
+  const values = Object.entries(defaults()).map(([name, value]) => [name, find(name).value ? Number(find(name).value) : value]);
+  return Object.fromEntries(values.filter(([, value]) => value !== null));
 }
 
-async function streamResponse() {
-  const message = { role: "assistant", content: "" };
-  if (!model.value) await loadModels();
-  const { response, truncated } = await requestCompletion();
-  const content = showMessage(message);
-  messages.push(message);
-  let finish = null;
-  for await (const event of readEvents(response)) {
-    if (event.error) throw new Error(event.error.message);
-    const [choice] = event.choices;
-    message.content += choice?.delta.content ?? "";
-    finish = choice?.finish_reason ?? finish;
-    const atBottom = innerHeight + scrollY > document.body.scrollHeight - 100; // do not scroll if the user scrolled up
-    content.textContent = message.content;
-    if (atBottom) content.parentElement.scrollIntoView({ block: "end" });
-  }
-  const notes = [];
-  if (finish === "length") notes.push("Stopped at the token limit.");
-  if (truncated) notes.push("The context is full: the oldest messages were left out.");
-  showStatus(notes.join(" "));
-}
-
-async function submit(input) {
-  const message = { role: "user", content: input };
-  messages.push(message);
-  const item = showMessage(message).parentElement;
-  controller = new AbortController();
-  setBusy(true);
-  showStatus("Generating…");
-  const before = messages.length;
+function tools() {
+  const source = find("tools").value.trim();
+  if (!source || !card().supports_tools) return {};
   try {
-    await streamResponse();
-  } catch (error) {
-    const aborted = error.name === "AbortError";
-    showStatus(aborted ? "Stopped." : `Error: ${error.message}`, !aborted);
-    if (messages.length === before) { // no response: put the message back into the text box
-      messages.pop();
-      item.remove();
-      text.value = input;
-    }
-  } finally {
-    controller = null;
-    setBusy(false);
-    store();
-    text.focus();
+    return { tools: JSON.parse(source) };
+  } catch {
+    throw new Error("expected a JSON list in Settings, Tools");
   }
+}
+
+function askForKey() {
+  find("settings").open = true;
+  find("settings").classList.toggle("locked", !cards.length); // only the key can be entered
+  find("key").focus();
+}
+
+// The page
+
+function render() {
+  editing = false;
+  const list = entries();
+  log.replaceChildren(...list.map((entry, index) => showEntry(entry, controller ? {} : actions(entry, index === list.length - 1))));
+  if (state.mode === "chat" && state.start > 0) log.children[state.start]?.before(showDivider());
+  find("welcome").hidden = list.length > 0;
+  if (!list.length) showWelcome();
+  showMeter();
+  const call = pendingCall();
+  const label = call ? `Result of ${call.function.name}` : state.mode === "chat" ? "Message" : "Text to continue";
+  find("text-label").textContent = label;
+  text.placeholder = label;
+}
+
+// Scrolls to the end after a change, unless the user has scrolled up.
+function follow(change) {
+  const atBottom = innerHeight + scrollY > document.body.scrollHeight - 100;
+  change();
+  if (atBottom) scrollTo(0, document.body.scrollHeight);
+}
+
+function actions(entry, isLast) {
+  const edit = { Edit: () => startEdit(entry) };
+  if (entry.role === "user") return edit;
+  if (entry.role === "completion") return { ...edit, ...(isLast && { Regenerate: regenerate, Continue: continueText }) };
+  return entry.role === "assistant" && isLast ? { Regenerate: regenerate } : {};
+}
+
+function showWelcome() {
+  const { id, parent, num_parameters, context_length, vocab_size, dtype, has_chat_template } = card();
+  const chat = state.mode === "chat";
+  find("greeting").textContent = chat ? `Chat with ${id}` : `Write with ${id}`;
+  find("introduction").textContent = introduction(chat, has_chat_template);
+  const facts = {
+    Type: parent ? `Adapter of ${parent}` : has_chat_template ? "Chat model" : "Base model",
+    Parameters: compact.format(num_parameters),
+    Context: `${number.format(context_length)} tokens`,
+    Vocabulary: number.format(vocab_size),
+    Weights: dtype,
+  };
+  const fact = ([name, value]) => element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: value }));
+  find("facts").replaceChildren(...Object.entries(facts).map(fact));
+  const example = (prompt) => {
+    const button = element("button", { type: "button", textContent: prompt || "Start with an empty prompt" });
+    button.addEventListener("click", () => submit(prompt));
+    return button;
+  };
+  find("examples").replaceChildren(...EXAMPLES[state.mode].map(example));
+}
+
+function introduction(chat, hasTemplate) {
+  if (chat && hasTemplate) return "Ask a question, or start from an example.";
+  if (chat) return "This is a base model without a chat template. It sees a plain “User: … Assistant:” text and may not answer; Complete suits it better.";
+  if (hasTemplate) return "The model continues the text that you give it, without its chat template.";
+  return "This is a base model: it continues the text that you give it.";
+}
+
+function showMeter() {
+  const { context_length: size } = card();
+  const used = Math.min(state.usage?.total ?? 0, size);
+  find("meter").hidden = !used;
+  find("context").max = size;
+  find("context").value = used;
+  find("used").textContent = `${number.format(used)} of ${number.format(size)} tokens`;
 }
 
 function setBusy(busy) {
   send.hidden = busy;
   stop.hidden = !busy;
-  find("new").disabled = busy;
+  for (const id of ["new", "modes"]) find(id).disabled = busy || !cards.length;
+  model.disabled = busy || cards.length < 2;
   log.setAttribute("aria-busy", String(busy));
+}
+
+// Fitting the context
+
+const size = (messages) => JSON.stringify(messages).length;
+
+// The number of tokens, from the ratio of tokens to characters in the last response; 0 if there is none yet.
+const estimate = (characters) => (state.usage ? (characters * state.usage.tokens) / state.usage.characters : 0);
+
+// The largest prompt that leaves space for the response.
+function maxPrompt() {
+  const { context_length: length } = card();
+  return length - Math.min(sampling().max_tokens, Math.floor(length / 2));
+}
+
+// Yields the prompts to try, the longest first: the server refuses those that are too long. Like `whimbrel chat`, fills only half
+// of the context once something is left out, so that the next requests start with the same tokens, which are in the prefix cache.
+function* chatPrompts(system) {
+  const starts = state.chat.flatMap(({ role }, index) => (role === "user" && index >= state.start ? [index] : []));
+  for (const start of starts) {
+    const prompt = [...system, ...state.chat.slice(start).map(apiMessage)];
+    const limit = start === starts[0] ? maxPrompt() : card().context_length / 2;
+    if (start === starts.at(-1) || estimate(size(prompt)) <= limit) yield { start, prompt, path: "/v1/chat/completions", body: { messages: prompt } };
+  }
+}
+
+function* textPrompts(source) {
+  let prompt = source;
+  while (true) {
+    const fits = estimate(size(prompt)) <= (prompt === source ? maxPrompt() : card().context_length / 2);
+    if (fits || prompt.length < 8) yield { start: 0, prompt, shortened: prompt !== source, path: "/v1/completions", body: { prompt } };
+    if (prompt.length < 8) return;
+    const rest = prompt.slice(Math.ceil(prompt.length / 4));
+    prompt = rest.slice(rest.search(/\s\S/) + 1).replace(/^[\uDC00-\uDFFF]/, ""); // from the start of a word, or at least of a character
+  }
+}
+
+function apiMessage({ role, content, tool_calls, tool_call_id, name }) {
+  return { role, content, ...(tool_calls && { tool_calls }), ...(tool_call_id && { tool_call_id, name }) };
+}
+
+// Generating
+
+async function requestCompletion(prompts, options) {
+  let failure = new Error("there is no message to answer");
+  for (const { body, path, ...attempt } of prompts) {
+    try {
+      const fields = { model: model.value, stream: true, stream_options: { include_usage: true }, ...options, ...body };
+      return { ...attempt, response: await request(path, { method: "POST", body: JSON.stringify(fields), signal: controller.signal }) };
+    } catch (error) {
+      if (error.code !== "context_length_exceeded") throw error;
+      failure = error;
+    }
+  }
+  throw failure;
+}
+
+// Streams the response into `entry`, which is the last one of the mode once the first chunk has arrived.
+async function streamInto(entry, prompts, options) {
+  const { response, prompt, start, shortened } = await requestCompletion(prompts, options);
+  const dropped = start > state.start || shortened;
+  if (state.mode === "chat") state.start = start;
+  if (entries().at(-1) !== entry) entries().push(entry);
+  follow(render);
+  const item = log.lastElementChild;
+  const content = item.querySelector(".content");
+  content.classList.add("waiting");
+  const before = entry.content.length;
+  let [chunks, first, last, usage, finish, drawn] = [0, 0, 0, null, null, true];
+  const draw = () => {
+    drawn = true;
+    updateContent(content, entry);
+    updateStats(item, entry);
+  };
+  for await (const event of readEvents(response)) {
+    const [choice] = event.choices;
+    usage = event.usage ?? usage;
+    finish = choice?.finish_reason ?? finish;
+    const piece = choice?.text ?? choice?.delta?.content ?? "";
+    if (piece || choice?.delta?.tool_calls) {
+      entry.content += piece;
+      for (const { index, ...call } of choice.delta?.tool_calls ?? []) (entry.tool_calls ??= [])[index] = call;
+      last = performance.now();
+      first ||= last;
+      Object.assign(entry, { tokens: ++chunks, exact: false, rate: last > first ? ((chunks - 1) * 1000) / (last - first) : null });
+      if (drawn) requestAnimationFrame(() => follow(draw));
+      drawn = false;
+    }
+  }
+  const { prompt_tokens, completion_tokens: tokens, total_tokens: total } = usage;
+  Object.assign(entry, { tokens, exact: true, rate: last > first && tokens > 1 ? ((tokens - 1) * 1000) / (last - first) : null });
+  state.usage = { tokens: total, characters: size(prompt) + entry.content.length - before, total };
+  if (!prompt_tokens) state.usage = null;
+  find("answer").textContent = entry.content.slice(before); // for screen readers
+  showStatus(notes(finish, dropped, total, entry.content.length === before && !entry.tool_calls));
+}
+
+function notes(finish, dropped, total, empty) {
+  const parts = [];
+  if (dropped) parts.push(state.mode === "chat" ? "The context is full: the oldest messages were left out." : "The context is full: the model only saw the end of the text.");
+  if (finish === "stop" && state.mode === "complete") parts.push("The model ended the text.");
+  else if (finish === "stop" && empty) parts.push("The answer is empty: the model stopped at once.");
+  if (finish === "length") parts.push(total >= card().context_length ? "Stopped at the end of the context." : "Stopped at the token limit.");
+  return parts.join(" ");
+}
+
+// Runs `change`, which changes the entries, then generates. Without a response, restores them and puts `input` into the text field.
+// Afterwards, the button of the last entry named `action` has the focus again.
+async function generate(change, { input = "", action = null } = {}) {
+  if (controller) return;
+  controller = new AbortController();
+  setBusy(true);
+  showStatus("Generating…");
+  let [entry, saved] = [null, state];
+  try {
+    if (!cards.length) await loadModels();
+    saved = structuredClone(state);
+    change();
+    render();
+    scrollTo(0, document.body.scrollHeight);
+    if (pendingCall()) return; // the model has called several tools: more results are needed
+    if (state.mode === "chat") {
+      entry = { role: "assistant", content: "", model: model.value };
+      const system = find("system").value.trim();
+      await streamInto(entry, chatPrompts(system ? [{ role: "system", content: system }] : []), { ...sampling(), ...tools() });
+    } else {
+      entry = entries().at(-1);
+      await streamInto(entry, textPrompts(entry.prompt + entry.content), sampling());
+    }
+  } catch (error) {
+    const aborted = error.name === "AbortError";
+    showStatus(aborted ? "Stopped." : `Error: ${error.message}`, !aborted);
+    if (error.status === 401) askForKey();
+    if (!entry?.tokens) {
+      state = saved;
+      text.value ||= input;
+    }
+  } finally {
+    if (status.textContent === "Generating…") showStatus("");
+    controller = null;
+    setBusy(false);
+    if (cards.length) follow(render);
+    store();
+    restoreFocus(action);
+  }
+}
+
+// Moves the focus to a button of the last entry, or to the text field, if the focused element is gone.
+function restoreFocus(action) {
+  const focused = document.activeElement;
+  if (focused !== document.body && focused.checkVisibility()) return;
+  const buttons = [...(log.lastElementChild?.querySelectorAll("button") ?? [])];
+  const button = buttons.find(({ textContent }) => textContent === action);
+  if (button) button.focus();
+  else if (!isTouch()) text.focus(); // would open the keyboard of a phone
+}
+
+function submit(input) {
+  const call = pendingCall();
+  const change = () => {
+    if (state.mode === "complete") return state.complete.push(newText(input));
+    if (call) return state.chat.push({ role: "tool", content: input, tool_call_id: call.id, name: call.function.name });
+    return state.chat.push({ role: "user", content: input });
+  };
+  return generate(change, { input });
+}
+
+const newText = (prompt) => ({ role: "completion", prompt, content: "", model: model.value });
+
+// The first tool call whose result is missing.
+function pendingCall() {
+  if (state.mode !== "chat") return undefined;
+  const last = state.chat.findLastIndex(({ role }) => role === "assistant");
+  const results = new Set(state.chat.slice(last + 1).map(({ tool_call_id }) => tool_call_id));
+  if (state.chat.slice(last + 1).some(({ role }) => role === "user")) return undefined;
+  return state.chat[last]?.tool_calls?.find(({ id }) => !results.has(id));
+}
+
+function regenerate() {
+  const change = () => {
+    if (state.mode === "chat") state.chat.pop();
+    else extend(entries().at(-1).extended ?? 0);
+  };
+  return generate(change, { action: "Regenerate" });
+}
+
+function continueText() {
+  return generate(() => extend(entries().at(-1).content.length), { action: "Continue" });
+}
+
+// Keeps `length` characters of the last completion, to be extended by the next response.
+function extend(length) {
+  const entry = entries().at(-1);
+  Object.assign(entry, { content: entry.content.slice(0, length), extended: length, tokens: 0, model: model.value });
+}
+
+function startEdit(entry) {
+  if (editing) render(); // closes the other editor
+  const index = entries().indexOf(entry);
+  const item = log.querySelectorAll("article")[index];
+  const save = (input) => {
+    if (state.mode === "chat" && !input.trim()) return;
+    const change = () => {
+      if (state.mode === "complete") {
+        state.complete.splice(index, 1); // the other texts stay
+        state.complete.push(newText(input));
+        return;
+      }
+      state.chat.splice(index, Infinity, { role: "user", content: input });
+      if (index <= state.start) [state.start, state.usage] = [0, null];
+    };
+    generate(change, { input });
+  };
+  const cancel = () => {
+    render();
+    log.querySelectorAll("article")[index].querySelector(".actions button:nth-child(2)").focus();
+  };
+  showEditor(item, (entry.prompt ?? "") + entry.content, send.textContent, save, cancel);
+  editing = true;
 }
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  const input = text.value.trim();
-  if (controller || !input) return;
+  const input = state.mode === "complete" ? text.value : text.value.trim();
+  if (controller || (state.mode !== "complete" && !input)) return;
   text.value = "";
   submit(input);
 });
 
 text.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    form.requestSubmit();
-  }
+  if (!isSubmitKey(event)) return;
+  event.preventDefault();
+  form.requestSubmit();
+});
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") controller?.abort();
 });
 
 stop.addEventListener("click", () => controller?.abort());
 
 find("new").addEventListener("click", () => {
-  messages = [];
-  log.replaceChildren();
+  if (!cards.length) return;
+  Object.assign(state, { [state.mode]: [], start: 0, usage: null });
+  render();
   store();
   showStatus("");
-  text.focus();
+  if (!isTouch()) text.focus();
 });
 
-for (const [id, name] of Object.entries(STORED_FIELDS)) {
+for (const mode of ["chat", "complete"]) find(`mode-${mode}`).addEventListener("change", () => cards.length && setMode(mode));
+
+model.addEventListener("change", () => {
+  const previous = cards.find(({ id }) => id === sessionStorage.getItem("whimbrel.model")) ?? cards[0];
+  sessionStorage.setItem("whimbrel.model", model.value);
+  Object.assign(state, { start: 0, usage: null });
+  setMode(previous.has_chat_template === card().has_chat_template ? state.mode : defaultMode());
+});
+
+find("defaults").addEventListener("click", () => {
+  for (const name of SAMPLING) {
+    find(name).value = "";
+    sessionStorage.removeItem(`whimbrel.${name}`);
+  }
+});
+
+for (const id of FIELDS) {
+  const name = id === "key" ? KEY : `whimbrel.${id}`;
   find(id).value = sessionStorage.getItem(name) ?? "";
   find(id).addEventListener("change", () => {
     sessionStorage.setItem(name, find(id).value);
-    if (id === "key") loadModels().then(() => showStatus(""), (error) => showStatus(error.message, true));
+    if (id === "key") start();
   });
 }
 
-messages = JSON.parse(sessionStorage.getItem(CONVERSATION) ?? "[]");
-messages.forEach(showMessage);
-loadModels().catch((error) => showStatus(error.message, true));
+function start() {
+  return loadModels().then(() => showStatus(""), (error) => {
+    showStatus(error.message, true);
+    if (error.status === 401) askForKey();
+  });
+}
+
+addEventListener("pagehide", () => controller && store()); // a reload keeps what has been generated
+
+state = { ...state, ...JSON.parse(sessionStorage.getItem(STATE) ?? "{}") };
+start();

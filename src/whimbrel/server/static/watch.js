@@ -1,6 +1,8 @@
 // The page of `whimbrel watch`: polls /api/runs and draws its curves. Text is only ever set as textContent, so that
 // samples cannot inject HTML.
 
+import { element, errorMessage } from "/page/client.js";
+
 const find = (id) => document.getElementById(id);
 const POLL_RUNNING = 1000, POLL_IDLE = 5000, NOTICE = 8000; // milliseconds
 const GIB = 2 ** 30;
@@ -34,9 +36,9 @@ let request = null; // aborts the request that is running
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 });
 
 function formatTime(seconds) {
-  const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
+  const rounded = Math.round(seconds), minutes = Math.floor(rounded / 60), hours = Math.floor(minutes / 60);
   if (hours) return `${hours} h ${minutes % 60} min`;
-  return minutes ? `${minutes} min ${Math.round(seconds % 60)} s` : `${+seconds.toPrecision(3)} s`;
+  return minutes ? `${minutes} min ${rounded % 60} s` : `${+seconds.toPrecision(3)} s`;
 }
 
 const FORMATS = {
@@ -57,12 +59,19 @@ function showStatus(message, isError = false) {
 // ---------------------------------------------------------------------------------------------- requests
 
 async function call(path, options = {}) {
-  const headers = { Authorization: `Bearer ${sessionStorage.getItem("whimbrel.watch.key") ?? ""}`, "Content-Type": "application/json" };
+  const key = sessionStorage.getItem("whimbrel.watch.key");
+  const headers = { Authorization: `Bearer ${key ?? ""}`, "Content-Type": "application/json" };
   const response = await fetch(path, { ...options, headers });
   const body = await response.json().catch(() => null);
   if (response.ok) return body;
-  find("login").hidden = response.status !== 401;
-  throw new Error(body?.error?.message ?? `HTTP status ${response.status}`);
+  if (response.status === 401) askForKey();
+  throw new Error(errorMessage(response, body, key));
+}
+
+function askForKey() {
+  if (!find("login").hidden) return;
+  find("login").hidden = false;
+  find("key").focus();
 }
 
 async function refresh() {
@@ -127,12 +136,6 @@ async function control(run, action) {
 // ---------------------------------------------------------------------------------------------- table
 
 const color = (name) => `--run-${[...selected].indexOf(name) % COLORS}`;
-
-function element(tag, properties = {}, ...children) {
-  const created = Object.assign(document.createElement(tag), properties);
-  created.append(...children);
-  return created;
-}
 
 // Rows are kept and only their values change, so that the keyboard focus stays where it is.
 function showRuns() {
@@ -209,6 +212,7 @@ function seriesOf(chart, drawn, axis) {
     const stroke = style(color(name)), x = curve[axis];
     const add = (label, xs, ys, options) => all.push([xs, ys, { label, run: name, stroke, points: { show: false }, ...options }]);
     const label = name.split("/").at(-1);
+    if (curve[chart.field].every((value) => value === null)) continue;
     if (chart.field !== "loss") {
       add(label, x, curve[chart.field], { width: 1.5 });
       continue;

@@ -1,0 +1,69 @@
+// Requests to the API, shared by the pages.
+
+export const KEY = "whimbrel.key"; // in sessionStorage, entered on the chat page
+
+export async function request(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  const response = await fetch(path, { ...options, headers }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("cannot reach the server");
+  });
+  if (response.ok) return response;
+  const body = await response.json().catch(() => null);
+  throw Object.assign(new Error(errorMessage(response, body, key)), { code: body?.error?.code, status: response.status });
+}
+
+export function errorMessage(response, body, key) {
+  if (response.status === 401) return key ? "The API key is not correct." : "This server needs an API key.";
+  return body?.error?.message ?? `HTTP status ${response.status}`;
+}
+
+// Yields the chunks of a streamed completion. Server-sent events are separated by blank lines; ours have one `data:` line each.
+export async function* readEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (let next = await reader.read(); !next.done; next = await reader.read()) {
+    const parts = (buffer + next.value).split("\n\n");
+    buffer = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      yield event;
+    }
+  }
+  throw new Error("the connection was closed before the end of the response");
+}
+
+export function element(tag, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  // Browsers have no clipboard API on plain HTTP, except on loopback.
+  const [area, focused] = [element("textarea", { value: text, className: "visually-hidden" }), document.activeElement];
+  document.body.append(area);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  focused.focus();
+  if (!copied) throw new Error("copying is not allowed");
+}
+
+export function copyButton(text, name = "Copy") {
+  const button = element("button", { type: "button", className: "copy", textContent: name });
+  button.addEventListener("click", async () => {
+    try {
+      await copy(typeof text === "function" ? text() : text);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Not copied";
+    }
+    setTimeout(() => (button.textContent = name), 1500);
+  });
+  return button;
+}
