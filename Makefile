@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu soak constraints clean
+.PHONY: help demo docs test test-gpu soak pictures constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,12 +18,19 @@ demo: $(VENV)/demo.stamp  ## train on the bundled corpus, plot the loss, generat
 test: $(VENV)/test.stamp $(VENV)/llama.stamp $(VENV)/chromium.stamp  ## check format, lint, imports and types, run the tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
+docs: $(VENV)/docs.stamp  ## build the documentation site into build/site, without the network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
+
 # Uses the active environment, not .venv, because the CUDA build of torch depends on the machine.
 test-gpu:  ## tests that need a CUDA device, in the active environment
 	scripts/check-gpu
 
 soak: $(VENV)/test.stamp  ## run the fault tests at full size: kills, I/O errors, full disks and corrupted checkpoints
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/soak
+
+pictures: $(VENV)/test.stamp $(VENV)/chromium.stamp  ## make the recording, screenshots and plots of the documentation again
+	$(BIN)/python scripts/pictures.py
 
 # torch is installed first, so that no later package pulls in another build. If pip would choose a CUDA build, point it
 # to the CPU builds in its own configuration (find-links or extra-index-url).
@@ -39,8 +46,12 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) install --constraint constraints.txt --editable '.[plot,serve]'
 	@touch $@
 
+$(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) install --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) install --constraint constraints.txt --editable '.[dev,gguf,hf,hub,lowbit,plot,ray,remote,serve,tensorboard]'
+	$(PIP) install --constraint constraints.txt --editable '.[dev,docs,gguf,hf,hub,lowbit,plot,ray,remote,serve,tensorboard]'
 	@touch $@
 
 # For tests only: llama.cpp runs the GGUF files that `whimbrel export` writes.
@@ -57,5 +68,5 @@ constraints: $(VENV)/test.stamp  ## regenerate constraints.txt from the packages
 	{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } > $(VENV)/constraints.txt
 	mv $(VENV)/constraints.txt constraints.txt
 
-clean:  ## remove the environment and tool caches
-	rm -rf $(VENV) .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove the environment, the site and tool caches
+	rm -rf $(VENV) build/site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""`make demo` trains a model, plots its loss and generates readable text. One test per step."""
+"""`make demo` trains a model on the bundled corpus, evaluates it, generates text and plots its loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.documentation import code_blocks
 
 from whimbrel.train import read_log
+
+SHORT = ("--minutes", "0.02", "--depth", "1")
 
 
 @pytest.fixture(scope="module")
@@ -27,40 +30,36 @@ def clone(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def demo(clone: Path, *steps: str) -> str:
+def run(clone: Path, *command: str | Path) -> str:
     environment = {**os.environ, "PATH": f"{clone / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([clone / "scripts" / "demo", *steps], env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_demo_trains_a_tokenizer_and_writes_shards(clone: Path) -> None:
-    assert "train:" in demo(clone, "tokenizer", "prepare")
-
-
-def test_training_lowers_the_validation_loss(clone: Path) -> None:
-    demo(clone, "train")
-    losses = [line["loss"] for line in read_log(clone / "runs/demo/log.jsonl") if line["kind"] == "validation"]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 4.5
-
-
-def test_loss_curve_is_a_png_file(clone: Path) -> None:
-    demo(clone, "plot")
+def test_demo_trains_evaluates_and_plots(clone: Path) -> None:
+    out = run(clone, clone / "scripts" / "demo", *SHORT)
+    losses = [line["loss"] for line in read_log(clone / "runs/demo/log.jsonl") if line["kind"] == "step"]
+    held_out = re.search(r"Held-out text: loss ([\d.]+) per token", out)
+    assert held_out is not None
+    assert float(held_out[1]) < losses[0]
+    sample = re.search(r"\nSample:\n(.*?)\n\nDone in ", out, re.S)
+    assert sample is not None
+    assert len(sample[1].split()) > 20
+    assert "whimbrel serve runs/demo" in out
     assert (clone / "runs/demo/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_generated_text_consists_of_known_words(clone: Path, shakespeare: str) -> None:
-    out = demo(clone, "generate")
-    generated = re.search(r"\$ whimbrel generate [^\n]*\n(.*?)\n\nTry your own", out, re.S)
-    assert generated is not None
-    known = set(re.findall(r"[A-Za-z']+", shakespeare))
-    words = re.findall(r"[A-Za-z']+", generated[1])
-    assert len(words) > 80
-    assert sum(word in known for word in words) / len(words) >= 0.9
-    assert "whimbrel generate runs/demo" in out.rsplit("Try your own", 1)[1]
+def test_second_demo_keeps_the_finished_run(clone: Path) -> None:
+    log = (clone / "runs/demo/log.jsonl").read_bytes()
+    assert "Resuming runs/demo" in run(clone, clone / "scripts" / "demo", *SHORT)
+    assert (clone / "runs/demo/log.jsonl").read_bytes() == log
 
 
-def test_unknown_step_is_rejected(clone: Path) -> None:
-    with pytest.raises(AssertionError, match="unknown step 'trian'"):
-        demo(clone, "trian")
+@pytest.mark.parametrize("block", code_blocks("docs/quickstart.md", "bash"))
+def test_commands_of_the_guide_run(clone: Path, block: str, shakespeare: str) -> None:
+    (clone / "my-texts").mkdir()
+    (clone / "my-texts/a.txt").write_text(shakespeare[:60_000])
+    for command in block.splitlines():
+        short = " ".join(SHORT) if command.startswith("whimbrel quickstart") else ""
+        run(clone, "bash", "-c", f"{command.split('#')[0]} {short}")

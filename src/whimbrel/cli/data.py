@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from whimbrel.cli.terminal import parse_escapes
+
+if TYPE_CHECKING:
+    from whimbrel.tokenization import Tokenizer
 
 __all__ = ["prepare", "tokenizer_app", "verify"]
 
@@ -48,7 +51,9 @@ def prepare(
     val_tokens: Annotated[
         int, typer.Option(help="Tokens of SOURCE to hold out for validation: documents, or parts of long ones.")
     ] = 0,
-    tokenizer: Annotated[str, typer.Option(help="gpt2, a tokenizer.json, or a directory with one.")] = "gpt2",
+    tokenizer: Annotated[
+        str, typer.Option(help="gpt2, a tokenizer.json, a directory with one, or owner/name on the Hub.")
+    ] = "gpt2",
     text_key: TextKey = "text",
     separator: Separator = None,
     encoding: Encoding = "utf-8",
@@ -68,7 +73,6 @@ def prepare(
     from whimbrel.data.prepare import available_cores, default_directory, encode_on_ray, encode_on_threads
     from whimbrel.data.prepare import prepare as write_shards
     from whimbrel.data.sources import FINEWEB, source_name
-    from whimbrel.tokenization import load_tokenizer
 
     if ray and workers is not None:
         raise ConfigError(f"--workers {workers} applies to threads on this machine: omit it with --ray")
@@ -86,7 +90,7 @@ def prepare(
     manifest = write_shards(
         sources,
         directory,
-        load_tokenizer(tokenizer),
+        _load_tokenizer(tokenizer),
         name=name,
         shard_size=shard_size,
         total_tokens=total_tokens,
@@ -141,15 +145,26 @@ def train_tokenizer_command(
     print(f"wrote {out_dir / 'tokenizer.json'}: {tokenizer.vocab_size:,} ids")
 
 
+def _load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of this name or path, or of a model on the Hub, which is downloaded."""
+    from whimbrel.tokenization import load_tokenizer
+
+    if name == "gpt2" or Path(name).exists():
+        return load_tokenizer(name)
+    from whimbrel.model_io.hub import is_hub_id, resolve_path  # imports torch
+
+    return load_tokenizer(resolve_path(name) if is_hub_id(name) else name)
+
+
 @tokenizer_app.command("show")
 def show_tokenizer(
-    tokenizer: Annotated[str, typer.Argument(help="gpt2, a tokenizer.json, or a directory with one.")] = "gpt2",
+    tokenizer: Annotated[
+        str, typer.Argument(help="gpt2, a tokenizer.json, a directory with one, or owner/name on the Hub.")
+    ] = "gpt2",
     text: Annotated[str | None, typer.Option(help="Show the tokens of this text.")] = None,
 ) -> None:
     """Show a tokenizer's vocabulary size and special tokens, and how it splits a text."""
-    from whimbrel.tokenization import load_tokenizer
-
-    loaded = load_tokenizer(tokenizer)
+    loaded = _load_tokenizer(tokenizer)
     print(f"vocabulary: {loaded.vocab_size:,} ids, stored as {loaded.dtype}")
     print(f"end-of-text: {loaded.eot_token} ({loaded.eot_id})")
     print(f"encoder: {loaded.backend}")

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["chat", "generate"]
 
-CHAT_COMMANDS = "/reset starts over, /exit quits, Ctrl-C stops an answer"
+CHAT_COMMANDS = {
+    "/help": "list the commands",
+    "/reset": "start a new conversation",
+    "/exit": "quit, as Ctrl-D does",
+    "Ctrl-C": "stop an answer",
+}
+CHAT_HELP = "\n".join(f"{command:<8} {effect}" for command, effect in CHAT_COMMANDS.items())
+CHAT_HINT = "/help lists the commands, /exit quits"
 
 
 @with_generation_options
@@ -127,8 +134,7 @@ def chat(
 ) -> None:
     """Chat with a model.
 
-    The oldest messages are dropped if the conversation exceeds the model's context. /reset starts over, /exit or Ctrl-D
-    quits, and Ctrl-C stops an answer.
+    The oldest messages are dropped if the conversation exceeds the model's context. /help lists the commands.
     """
     from whimbrel.inference import Conversation
     from whimbrel.model_io import open_model
@@ -141,13 +147,15 @@ def chat(
     conversation = Conversation(
         llm, chat_template, sampling, max_new_tokens=limit, system=system, stop=stop, seed=options.seed
     )
-    _print_notice(CHAT_COMMANDS)
+    _print_notice(CHAT_HINT)
     while (line := _read_line()) is not None and line != "/exit":
         if line == "/reset":
             conversation.reset()
             _print_notice("new conversation")
+        elif line == "/help":
+            _print_notice(CHAT_HELP)
         elif line.startswith("/"):
-            _print_notice(f"unknown command '{line}': {CHAT_COMMANDS}")
+            _print_notice(f"unknown command '{line}': type /help for the commands")
         elif line:
             try:
                 _print_answer(conversation, line, draft)
@@ -196,7 +204,7 @@ def _read_line() -> str | None:
         except EOFError:
             return None
         except KeyboardInterrupt:
-            _print_notice(f"\n{CHAT_COMMANDS}")
+            _print_notice(f"\n{CHAT_HINT}")
 
 
 def _print_notice(text: str) -> None:

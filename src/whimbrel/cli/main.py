@@ -24,6 +24,7 @@ from whimbrel.cli.terminal import escape_controls
 __all__ = ["build_app", "main"]
 
 COMMANDS = {
+    "quickstart": "quickstart:quickstart",
     "prepare": "data:prepare",
     "tokenizer": "data:tokenizer_app",
     "verify": "data:verify",
@@ -68,7 +69,7 @@ class CommandWithOverrides(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        options = {name for each in self.get_params(ctx) for name in (*each.opts, *each.secondary_opts)}
         remaining, overrides, pending = [], [], list(args)
         while pending:
             argument = pending.pop(0)
@@ -92,10 +93,10 @@ class CommandWithOverrides(TyperCommand):
 
 def _check_overrides(overrides: list[str], options: set[str]) -> None:
     """Raise for an override of an unknown setting or without a value, and for a switch that is neither on nor off."""
-    from whimbrel.config import did_you_mean, list_settings
-    from whimbrel.train.config import RunConfig
+    from whimbrel.cli.train import run_settings
+    from whimbrel.config import did_you_mean
 
-    settings = {f"--{setting.name}": setting.default for setting in list_settings(RunConfig)} | {"--model.preset": None}
+    settings = {f"--{setting.name}": setting.default for setting in run_settings()}
     sections = {name.rpartition(".")[0] for name in settings}
     for override in overrides:
         typed, equals, value = override.partition("=")
@@ -191,6 +192,8 @@ def _report(error: Exception, args: Sequence[str]) -> int:
         error = failure.explain(error)
     if isinstance(error, WhimbrelError | OSError | typer.TyperException):
         line, own_code = _error_line(error, args), 2
+    elif _is_out_of_memory(error):
+        line, own_code = _memory_line(error, args), 2
     else:
         message = escape_controls(" ".join(str(error).split()))
         line = f"whimbrel: unexpected {type(error).__name__}: {message} (--trace prints the traceback)"
@@ -200,6 +203,26 @@ def _report(error: Exception, args: Sequence[str]) -> int:
     elif is_first:
         typer.echo(f"{prefix}{line}", err=True)
     return own_code if is_first else code or own_code
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation on a GPU or a CPU failed; torch has no exception class for the latter."""
+    return isinstance(error, MemoryError) or any(
+        text in str(error) for text in ("out of memory", "can't allocate memory")
+    )
+
+
+def _memory_line(error: Exception, args: Sequence[str]) -> str:
+    """What was allocated, and what to do about it."""
+    tried = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    allocation = f" (tried to allocate {tried[1]})" if tried else ""
+    remedies = {
+        ("train", "finetune"): "set --train.micro_batch=1, then --train.recompute=full (see docs/memory.md)",
+        ("generate", "chat", "serve", "eval"): "quantize the weights (--quantize int8), or choose another --device",
+        ("quickstart",): "pass a smaller --depth",
+    }
+    remedy = next((text for verbs, text in remedies.items() if args and args[0] in verbs), "free some memory")
+    return f"whimbrel: out of memory{allocation}: {remedy}"
 
 
 def _exit(code: int) -> NoReturn:
@@ -253,7 +276,7 @@ def _usage_error(text: str, context: Any) -> str:
 
 def _unknown_option(error: Any, args: Sequence[str]) -> str:
     """The message for an unknown option, with similar ones; for one letter, the options that start with it."""
-    from whimbrel.config import list_settings, suggest
+    from whimbrel.config import suggest
 
     name = error.option_name
     if not name.startswith("--"):  # of -steps, the parser reports only -s
@@ -262,9 +285,9 @@ def _unknown_option(error: Any, args: Sequence[str]) -> str:
     known = {option for parameter in command.get_params(error.ctx) for option in parameter.opts}
     similar = sorted(option for option in known if len(typed) == 1 and option.startswith(f"--{typed}"))
     if isinstance(command, CommandWithOverrides) and not similar:
-        from whimbrel.train.config import RunConfig
+        from whimbrel.cli.train import run_settings
 
-        settings = [f"--{setting.name}" for setting in list_settings(RunConfig) if "[]" not in setting.name]
+        settings = [f"--{setting.name}" for setting in run_settings() if "[]" not in setting.name]
         similar = [setting for setting in settings if re.split("[-.]", setting)[-1] == typed.replace("-", "_")]
         known.update(settings)
     if not similar and len(typed) > 1:

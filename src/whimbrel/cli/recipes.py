@@ -9,7 +9,7 @@ import typer
 
 from whimbrel.cli.terminal import escape_controls, print_table
 
-__all__ = ["init", "recipes"]
+__all__ = ["init", "recipe_rows", "recipes"]
 
 
 def recipes() -> None:
@@ -18,19 +18,24 @@ def recipes() -> None:
     Model sizes are in parameters; losses are final validation losses per token. Losses and times were measured on the
     data and hardware named in the recipe; memory marked with ~ is predicted.
     """
-    from whimbrel.config import read_recipe, recipe_files
-
-    rows, summaries = [], []
-    for name, file in recipe_files().items():
-        recipe = read_recipe(file)
-        figures = (recipe.loss, recipe.memory, recipe.time)
-        rows.append((name, _model_size(file), recipe.data, *(figure or "-" for figure in figures)))
-        summaries.append((f"{name}:", recipe.summary))
-    print_table(("recipe", "model", "data", "loss", "memory", "time"), rows)
+    rows = recipe_rows()
+    print_table(("recipe", "model", "data", "loss", "memory", "time"), (row[:-1] for row in rows))
     print()
-    print_table(("", ""), summaries)
+    print_table(("", ""), ((f"{row[0]}:", row[-1]) for row in rows))
     print()
     print("whimbrel train NAME runs a recipe; whimbrel init NAME copies it to a file to edit.")
+
+
+def recipe_rows() -> list[tuple[str, ...]]:
+    """Name, model size, data, loss, memory, time and summary of each recipe."""
+    from whimbrel.config import read_recipe, recipe_files
+
+    rows = []
+    for name, file in recipe_files().items():
+        recipe = read_recipe(file)
+        figures = (figure or "-" for figure in (recipe.loss, recipe.memory, recipe.time))
+        rows.append((name, _model_size(file), recipe.data, *figures, recipe.summary))
+    return rows
 
 
 def _model_size(file: Path) -> str:

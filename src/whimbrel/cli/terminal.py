@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import typer
-
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -48,7 +46,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # the terminal is gone, so the failure cannot be reported
-            typer.echo(f"{self._prefix}{self.format(record)}", err=True)
+            print(f"{self._prefix}{self.format(record)}", file=sys.stderr, flush=True)
 
 
 def configure_logging() -> None:

@@ -17,29 +17,39 @@ from whimbrel.cli.terminal import configure_logging, print_table, warn_once
 
 if TYPE_CHECKING:
     from whimbrel.cli.watch import LivePage
+    from whimbrel.config import Setting
     from whimbrel.distributed import Layout
     from whimbrel.optim import ParameterRow
     from whimbrel.train import RunConfig, Trainer
     from whimbrel.train.memory import MemoryPrediction
 
-__all__ = ["memory", "processes_to_start", "run_training", "train"]
+__all__ = ["is_finished", "memory", "processes_to_start", "run_settings", "run_training", "train"]
 
 RANKS_PER_NODE = 8
 """GPUs of a machine, for a prediction."""
 
 
-def _list_settings(requested: bool) -> None:
-    """Print every setting with its default and description."""
-    from whimbrel.config import list_settings
+def run_settings() -> Iterator[Setting]:
+    """All settings of a run, in the order of the documentation."""
+    from whimbrel.config import Setting, list_settings
     from whimbrel.models import preset_names
     from whimbrel.train import RunConfig
 
+    doc = f"Start from a preset; other model settings override its fields. One of {', '.join(preset_names())}."
+    preset: Setting | None = Setting("model.preset", "string", None, doc)
+    for setting in list_settings(RunConfig):
+        if preset is not None and setting.name.startswith("model."):
+            yield preset
+            preset = None
+        yield setting
+
+
+def _list_settings(requested: bool) -> None:
+    """Print every setting with its type, default and description."""
     if requested:
-        names = ", ".join(preset_names())
-        print(f"--model.preset\n    Start from a preset; other model settings override its fields. One of {names}.")
-        for setting in list_settings(RunConfig):
-            default = "" if setting.default in (None, "", ()) else f" (default {setting.default})"
-            print(f"--{setting.name}{default}\n    {setting.doc}")
+        for setting in run_settings():
+            default = f"; default {text}" if (text := setting.default_text()) else ""
+            print(f"--{setting.name} ({setting.type}{default})\n    {setting.doc}")
         raise typer.Exit
 
 
@@ -101,10 +111,11 @@ def run_training(
     nproc: int | None,
     max_restarts: int,
     watch: bool | None = None,
-) -> None:
-    """Train in this process, or start several that read `file` with `overrides`; may raise typer.Exit.
+    print_next: bool = True,
+) -> Trainer:
+    """Train in this process and return the trainer, or start several that read `file` with `overrides` and exit.
 
-    `watch` serves a live page of the run; None does so on a terminal.
+    `watch` serves a live page of the run; None does so on a terminal. `print_next` prints what to run next.
     """
     from whimbrel.train import Trainer
     from whimbrel.train.callbacks import ProgressCallback
@@ -116,10 +127,12 @@ def run_training(
         raise typer.Exit(_launch(processes, arguments, max_restarts, exit_143=exit_143))
     trainer = Trainer.from_config(config, callbacks=[*_live_page(watch), ProgressCallback(plain=plain)])
     trainer.train()
-    _print_next_commands(trainer)
+    if print_next:
+        _print_next_commands(trainer)
     _drop_unwritten_output()
     if trainer.received_signal is not None and exit_143:
         raise typer.Exit(143)
+    return trainer
 
 
 def _print_next_commands(trainer: Trainer) -> None:
@@ -128,12 +141,17 @@ def _print_next_commands(trainer: Trainer) -> None:
     from whimbrel.tokenization.chat_template import TEMPLATE_FILE
 
     run = trainer.config.output_dir
-    is_done = trainer.state.global_step >= trainer.state.max_steps and trainer.received_signal is None
-    if is_done and trainer.state.is_world_process_zero and (checkpoint := latest_checkpoint(run)) is not None:
+    is_main = trainer.state.is_world_process_zero
+    if is_finished(trainer) and is_main and (checkpoint := latest_checkpoint(run)) is not None:
         with contextlib.suppress(OSError, ValueError):  # standard output is gone
             is_chat_model = (checkpoint / "model" / TEMPLATE_FILE).is_file()
             first, second = ("chat", "generate") if is_chat_model else ("generate", "chat")
             print(f"Next: whimbrel {first} {run} (or {second}, serve, eval, export, plot)", flush=True)
+
+
+def is_finished(trainer: Trainer) -> bool:
+    """Whether the run reached its last step, rather than a stop before it."""
+    return trainer.state.global_step >= trainer.state.max_steps and trainer.received_signal is None
 
 
 def _live_page(watch: bool | None) -> list[LivePage]:

@@ -175,11 +175,21 @@ def field_docs(cls: type) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of a configuration: dotted name, default (None if required or unset) and description."""
+    """One setting of a configuration: dotted name, type in words, default (None if unset) and description."""
 
     name: str
+    type: str
     default: Any
     doc: str
+    is_required: bool = False
+
+    def default_text(self) -> str:
+        """The default as on the command line; empty if there is none."""
+        if self.default in (None, "", ()):
+            return ""
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default))
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
 
 def list_settings(cls: type, section: str = "") -> Iterator[Setting]:
@@ -191,8 +201,31 @@ def list_settings(cls: type, section: str = "") -> Iterator[Setting]:
         if nested is not None:
             yield from list_settings(cast(type, nested), f"{name}[]" if get_origin(kind) is tuple else name)
         else:
+            is_required = field.default is field.default_factory is dataclasses.MISSING
             default = None if field.default is dataclasses.MISSING else field.default
-            yield Setting(name, default, docs.get(field.name, ""))
+            yield Setting(name, _type_in_words(kind), default, docs.get(field.name, ""), is_required)
+
+
+def _type_in_words(kind: Any) -> str:
+    """For example "integer", "fp32, bf16 or fp16", "list of strings"; None is left out."""
+    parts = list(_type_names(kind))
+    return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def _type_names(kind: Any) -> Iterator[str]:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        for part in arguments:
+            yield from _type_names(part)
+    elif origin is Literal:
+        yield from arguments
+    elif origin is tuple and get_origin(arguments[0]) is Literal:
+        yield "a list of them"
+    elif origin is tuple:
+        names = f"{_type_in_words(arguments[0])}s"
+        yield f"list of {names}" if arguments[-1] is Ellipsis else f"{len(arguments)} {names}"
+    elif kind is not type(None):
+        yield {bool: "true or false", int: "integer", float: "number", str: "string", Path: "path"}[kind]
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:

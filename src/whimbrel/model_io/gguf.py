@@ -311,7 +311,10 @@ def _pre_tokenizer_name(content: Mapping[str, Any]) -> str:
     options = [option for option in UNSUPPORTED_BPE if model.get(option)]
     if model["type"] != "BPE" or options:
         kind = f"{model['type']} with {', '.join(options)}" if options else model["type"]
-        raise ConfigError(f"expected a byte-level BPE tokenizer for GGUF export, got {kind}")
+        remedy = ", then convert it with llama.cpp's convert_hf_to_gguf.py" if options == ["byte_fallback"] else ""
+        raise ConfigError(
+            f"expected a byte-level BPE tokenizer for GGUF export, got {kind}: export a directory instead{remedy}"
+        )
     normalizer, pre_tokenizer = (content[part] or {} for part in ("normalizer", "pre_tokenizer"))
     kind = (normalizer.get("type"), _regex(pre_tokenizer), bool(model.get("ignore_merges")))
     if kind not in PRE_TOKENIZERS:

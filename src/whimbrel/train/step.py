@@ -44,13 +44,10 @@ class Scheduler(Protocol):
 
 
 class NonFiniteError(Exception):
-    """The loss or the gradient norm of a step is NaN or infinite; the trainer stops, or rolls back.
-
-    The message counts steps from 0, as the log and the progress lines do.
-    """
+    """The loss or the gradient norm of a step is NaN or infinite; the trainer stops, or rolls back."""
 
     def __init__(self, step: int, loss: float, norm: float) -> None:
-        super().__init__(f"non-finite loss or gradient at step {step - 1}: loss {loss}, gradient norm {norm}")
+        super().__init__(f"non-finite loss or gradient at step {step}: loss {loss}, gradient norm {norm}")
 
 
 class StepMetrics(NamedTuple):

@@ -71,7 +71,7 @@ def test_commands_download_a_model_by_id(hub, monkeypatch, capsys, command):
 
 
 def test_train_from_a_hub_model(hub, shakespeare, capsys):
-    assert whimbrel("prepare", "text.txt", "--tokenizer", "original", "--out-dir", "shards") == 0
+    assert whimbrel("prepare", "text.txt", "--tokenizer", "curlew/base", "--out-dir", "shards") == 0
     Path("run.toml").write_text(
         'output_dir = "run"\n[data]\npath = "shards"\n[train]\nsteps = 1\ntokens_per_step = 64\nmicro_batch = 1\n'
         'device = "cpu"\n'

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.models import save_with_adapters
 
 from whimbrel.cli.main import main
 from whimbrel.train.memory import optimizer_names
@@ -57,6 +58,16 @@ def test_each_warning_is_shown_once(
     recipe: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run_memory(capsys, recipe, "--device", "cpu")
+    assert caplog.text.count("is the full rank of") == 1
+
+
+def test_each_warning_is_shown_once_with_adapters(
+    workdir: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    save_with_adapters(workdir, [])
+    tables = ('[model]\npath = "base"', '[data]\npath = "nowhere.jsonl"', "[lora]\nrank = 4", "[train]\nsteps = 6")
+    (workdir / "run.toml").write_text("\n".join(('output_dir = "run"', *tables)))
+    run_memory(capsys, "run.toml", "--device", "cpu")
     assert caplog.text.count("is the full rank of") == 1
 
 

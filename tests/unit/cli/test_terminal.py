@@ -1,14 +1,16 @@
-"""Terminal output: escaped control characters and the progress bar."""
+"""Terminal output: escaped control characters, log messages and the progress bar."""
 
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from tests.support.byte_tokenizer import byte_tokenizer
 
 from whimbrel import inference
@@ -16,7 +18,7 @@ from whimbrel.base.errors import DataError
 from whimbrel.cli import terminal as terminal_output
 from whimbrel.cli.generate import chat, generate
 from whimbrel.cli.main import main
-from whimbrel.cli.terminal import ProgressBar, escape_controls
+from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 
@@ -121,3 +123,17 @@ def test_live_progress_bar_is_removed(clock: list[float], capsys: pytest.Capture
     assert not live.live.is_started
     bar.close()
     assert capsys.readouterr().err == ""
+
+
+def test_log_messages_appear_above_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live bar replaces sys.stderr; messages that bypass it would leave a copy of the bar."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(written, encoding="utf-8", errors="backslashreplace"))
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    logger = logging.getLogger("whimbrel")
+    monkeypatch.setattr(logger, "handlers", [])
+    configure_logging()
+    with Progress(console=console, auto_refresh=False):
+        logging.getLogger("whimbrel.data").warning("starting epoch 2")
+    assert "starting epoch 2" in console.file.getvalue()
+    assert written.getvalue() == b""

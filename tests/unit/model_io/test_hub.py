@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import whimbrel
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError
 from whimbrel.model_io import locate_model, open_model, save_adapter
 from whimbrel.model_io.finalize import PUBLISHED
-from whimbrel.model_io.hub import check_login, is_hub_id, resolve_path, upload_model
+from whimbrel.model_io.hub import EXPECTED_PATH, check_login, is_hub_id, resolve_path, upload_model
 from whimbrel.models import LoraConfig, apply_lora
 from whimbrel.models.lora import lora_parameters
 
@@ -150,6 +151,21 @@ def test_a_downloaded_model_needs_no_network(hub, base, monkeypatch):
     expected = resolve_path("curlew/base")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert resolve_path("curlew/base") == expected
+
+
+def test_a_mistyped_path_names_the_runs_next_to_it(hub, workdir):
+    for name in ("shakespeare", "tickets"):
+        (workdir / "runs" / name / "checkpoints").mkdir(parents=True)
+    (workdir / "runs" / "notes").mkdir()
+    for path, end in (
+        ("runs/shakespare", ": did you mean runs/shakespeare?"),
+        (workdir / "runs" / "ticket", f": did you mean {workdir}/runs/tickets?"),
+        ("runs/x", " (runs has shakespeare, tickets)"),
+        ("runs/notes/x/y", f": {EXPECTED_PATH}"),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(f"no run or model at {path}{end}") + "$"):
+            resolve_path(path)
+    assert hub.requests == []
 
 
 def test_without_the_extra(workdir, monkeypatch):

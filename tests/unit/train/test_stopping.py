@@ -67,7 +67,7 @@ def nan_loss_at(*bad: int) -> Callable[..., Tensor]:
 
 def test_nonfinite_stop_names_the_step_and_saves_nothing(args: Make, fit: Make) -> None:
     settings = args(save_strategy="steps", save_steps=2)
-    with pytest.raises(TrainingError, match="step 3: loss nan, gradient norm nan: lower"):
+    with pytest.raises(TrainingError, match="step 4: loss nan, gradient norm nan: lower"):
         fit(settings, compute_loss_func=nan_loss_at(4))
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [2]
 
@@ -194,7 +194,7 @@ def test_save_checkpoint_from_a_callback_waits_for_the_metrics(args: Make, fit: 
             event["trainer"].save_checkpoint()
 
     settings = args()
-    with pytest.raises(TrainingError, match="step 2: loss nan"):
+    with pytest.raises(TrainingError, match="step 3: loss nan"):
         fit(settings, compute_loss_func=nan_loss_at(3), callbacks=[Save()])
     assert list(list_checkpoints(Path(settings.output_dir or ""))) == [1, 2]
 

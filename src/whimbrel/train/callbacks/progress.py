@@ -54,7 +54,7 @@ class MemoryEstimate:
     """None if unknown before the first step, as for third-party optimizers."""
 
 
-REWARDS = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+REWARDS = ("rewards/margins", "rewards/accuracies")
 """Metrics of preference objectives that are printed for each step."""
 
 
@@ -340,7 +340,7 @@ def _step_line(metrics: dict[str, Any], total: int, eta: str) -> str:
     rate = f" token/s:{tokens / seconds:.2f}" if tokens and seconds else ""
     if "supervised_tokens" in metrics and seconds:
         rate += f" supervised_token/s:{metrics['supervised_tokens'] / seconds:.2f}"
-    rewards = "".join(f" reward_{name}:{metrics[key]:.4f}" for key, name in REWARDS.items() if key in metrics)
+    rewards = "".join(f" {name}:{metrics[name]:.4f}" for name in REWARDS if name in metrics)
     skipped = " skipped" if metrics.get("skipped") else ""
     loss = f"train_loss:{metrics['loss']:.4f}"
     state = f" lr:{metrics['lr']:.2e} norm:{metrics['grad_norm']:.2f} eta:{eta}"
@@ -361,9 +361,9 @@ def _bar_fields(metrics: dict[str, Any], summary: RunSummary) -> Iterator[tuple[
         yield 3, f"{rate:,.0f} tok/s{supervised}"
         if summary.peak_flops is not None and summary.flops_per_token is not None:
             yield 7, f"MFU {rate * summary.flops_per_token / summary.peak_flops:.1%}"
-    for key, name in REWARDS.items():
-        if key in metrics:
-            yield 8, f"{name} {metrics[key]:.3f}"
+    for name in REWARDS:
+        if name in metrics:
+            yield 8, f"{name} {metrics[name]:.3f}"
 
 
 def _total_lines(metrics: dict[str, Any]) -> Iterator[str]:

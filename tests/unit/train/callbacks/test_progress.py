@@ -85,9 +85,9 @@ def test_supervised_tokens_and_rewards_are_printed(make_run: Any, plain: bool) -
     text = without_colors(out.getvalue())
     if plain:
         assert "step:1/2 train_loss:2.0000 train_time:500ms token/s:512.00 supervised_token/s:128.00 lr:" in text
-        assert "eta:0:00:00 reward_margin:0.2500 reward_accuracy:0.8750\n" in text
+        assert "eta:0:00:00 rewards/margins:0.2500 rewards/accuracies:0.8750\n" in text
     else:
-        assert "512 tok/s  margin 0.250  accuracy 0.875" in text
+        assert "512 tok/s  rewards/margins 0.250  rewards/accuracies 0.875" in text
 
 
 def test_no_mfu_if_the_peak_is_unknown(make_run: Any) -> None:

@@ -1,0 +1,449 @@
+"""`whimbrel quickstart SOURCE`: from text to a trained model, with sizes chosen for the text, the machine and the time.
+
+Everything it does is a command of its own (`tokenizer train`, `prepare`, `train`, `eval`, `generate`); the config it
+writes lists them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import shlex
+import statistics
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from whimbrel.cli.data import Encoding, Separator, SkipBad, TextKey
+from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls, print_text
+from whimbrel.cli.train import is_finished, run_training
+from whimbrel.train.callback import TrainerCallback
+
+if TYPE_CHECKING:
+    from whimbrel.data.manifest import Manifest
+    from whimbrel.data.sources import Source
+    from whimbrel.train.sizing import Measurement, Plan
+
+__all__ = ["quickstart"]
+
+PREPARE_SHARE = 0.1
+"""Maximum share of the time for tokenizing."""
+ENCODED_BYTES_PER_SECOND = 1_000_000
+"""Text that one core tokenizes in a second, a low estimate."""
+BYTES_PER_TOKEN = 3
+"""Low estimate for the vocabularies that are chosen here."""
+TOKENIZER_BYTES = 32_000_000
+"""Text to train a tokenizer on; more hardly changes the vocabulary."""
+VAL_SHARE, MIN_VAL_TOKENS, MAX_VAL_TOKENS = 0.05, 1100, 20_000
+MIN_TEXT_BYTES, MIN_TRAIN_TOKENS = 10_000, 2048
+MEASURE_SHARE, MIN_MEASURE_SECONDS, MAX_MEASURE_SECONDS = 0.02, 0.2, 10.0
+"""Time for measuring the speed of one depth."""
+WARMUP_STEPS = 3
+"""Steps before a measurement: the first ones allocate memory and start threads."""
+CLOSING_SECONDS = 5.0
+"""For the start of training, the last checkpoint, and the evaluation and sample at the end."""
+COMPILE_MINUTES = 30.0
+"""Compiling takes up to a minute for each depth that is measured, which pays off in runs of this length."""
+SAMPLE_TOKENS = 150
+FLOPS = {"cpu": 3e10, "mps": 1e12, "cuda": 5e13}
+"""Guesses that decide which depth is measured first."""
+
+
+def quickstart(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            help="Text, jsonl or parquet files (also .gz, .zst), directories, globs, or Hub datasets as "
+            "owner/dataset[:config]."
+        ),
+    ],
+    minutes: Annotated[float, typer.Option(help="Time for everything, from reading the text to the last step.")] = 10.0,
+    depth: Annotated[
+        int | None, typer.Option(help="Number of layers, which sets the width too. (default: the best for the time)")
+    ] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option(help="Run directory; the shards are in data/ under its name. (default: runs/NAME)")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="gpt2, a tokenizer.json, or a directory with one. (default: train one)")
+    ] = None,
+    text_key: TextKey = "text",
+    separator: Separator = None,
+    encoding: Encoding = "utf-8",
+    skip_bad: SkipBad = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
+    watch: Annotated[
+        bool | None,
+        typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: on a terminal)"),
+    ] = None,
+) -> None:
+    """Train a model on your text, with sizes chosen for the text, the machine and the time.
+
+    Trains a tokenizer, measures the training speed of a few model sizes, chooses the one with the lowest predicted
+    loss, writes the config to OUT_DIR.toml, trains, evaluates on held-out text and generates a sample. Rerun the same
+    command to resume.
+    """
+    start = time.monotonic()
+    from whimbrel.base.errors import ConfigError
+    from whimbrel.data.sources import source_name
+    from whimbrel.train.sizing import model_of_depth
+
+    configure_logging()
+    if not 0 < minutes < 1e6:
+        raise ConfigError(f"expected --minutes > 0, got {minutes:g}")
+    if depth is not None:
+        model_of_depth(depth, vocab_size=1)  # raises for an invalid depth
+    run = out_dir or Path("runs") / source_name(source[0])
+    reading = {"text_key": text_key, "separator": separator, "encoding": encoding, "skip_bad": skip_bad}
+    options = {"--minutes": f"{minutes:g}", "--depth": depth, "--out-dir": out_dir, "--tokenizer": tokenizer}
+    job = _Job(source, run, start, 60 * minutes, depth, tokenizer, reading, _command(source, options, reading))
+    if not job.config_exists():
+        job.write_config()
+    from whimbrel.train import load_run_config
+
+    config = load_run_config(job.config_file)
+    trainer = run_training(
+        config, job.config_file, (), plain=plain, exit_143=False, nproc=1, max_restarts=0, watch=watch, print_next=False
+    )
+    if not is_finished(trainer):
+        print(f"Stopped. Resume with: {job.command}")
+        raise typer.Exit
+    _evaluate(run, job.data)
+    _print_sample(run)
+    print(f"\nDone in {_duration(time.monotonic() - start)}. Next:", flush=True)
+    for line in _next_commands(run):
+        print(f"  {line}")
+
+
+def _command(source: Sequence[str], options: Mapping[str, Any], reading: Mapping[str, Any]) -> str:
+    """The command line, in a normal form: without options that do not affect the run."""
+    defaults = {"text_key": "text", "separator": None, "encoding": "utf-8", "skip_bad": False}
+    given = {name: value for name, value in options.items() if value is not None}
+    given |= {f"--{name.replace('_', '-')}": value for name, value in reading.items() if value != defaults[name]}
+    words = [word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])]
+    return escape_controls(shlex.join(["whimbrel", "quickstart", *source, *words]).replace("\n", "\\n"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What to do, and where the results are."""
+
+    source: Sequence[str]
+    run: Path
+    start: float
+    seconds: float
+    depth: int | None
+    tokenizer: str | None
+    reading: Mapping[str, Any]
+    command: str
+
+    @property
+    def config_file(self) -> Path:
+        return self.run.with_name(f"{self.run.name}.toml")
+
+    @property
+    def data(self) -> Path:
+        return Path("data") / self.run.name
+
+    def remaining(self) -> float:
+        return self.seconds - (time.monotonic() - self.start)
+
+    def config_exists(self) -> bool:
+        """Whether this command has written its config; raises if another one has, or a run is in the way."""
+        from whimbrel.base.errors import ConfigError
+
+        if not self.config_file.exists():
+            if (self.run / "config.toml").exists():
+                raise ConfigError(f"{self.run} has a run that quickstart did not start: choose another --out-dir")
+            return False
+        with self.config_file.open(encoding="utf-8", errors="replace") as file:
+            written_by = file.readline().removeprefix("# Written by: ").strip()
+        if written_by != self.command:
+            raise ConfigError(
+                f"{self.config_file} is from another command ({written_by}): run that to resume, or choose another "
+                "--out-dir"
+            )
+        print(f"Resuming {self.run} with {self.config_file}", flush=True)
+        return True
+
+    def write_config(self) -> None:
+        """Prepare the text, choose the run, and write its config."""
+        from whimbrel.base.files import atomic_file
+        from whimbrel.train.sizing import config_text
+
+        manifest = self._prepare()
+        plan, measured = self._choose(manifest)
+        reasons = list(self._explain(plan, measured, manifest))
+        print("\n".join(reasons), flush=True)
+        header = "\n".join([f"Written by: {self.command}", "", *reasons, "", *self._commands(manifest)])
+        text = config_text(
+            plan, output_dir=self.run, data=self.data, device_settings=_device_settings(self.seconds), header=header
+        )
+        self.config_file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self.config_file) as file:
+            file.write(text.encode())
+        print(f"Config: {self.config_file}", flush=True)
+
+    def _prepare(self) -> Manifest:
+        """Train a tokenizer unless one is given, and tokenize as much text as there is time for."""
+        from whimbrel.base.errors import DataError
+        from whimbrel.data.prepare import available_cores, prepare
+        from whimbrel.data.sources import resolve_sources
+        from whimbrel.tokenization import load_tokenizer
+        from whimbrel.train.sizing import choose_vocab_size
+
+        sources = resolve_sources(self.source)
+        sizes = [source.text_bytes() for source in sources]
+        limit = int(PREPARE_SHARE * self.seconds * available_cores() * ENCODED_BYTES_PER_SECOND)
+        size = limit if None in sizes else sum(size for size in sizes if size is not None)
+        if size < MIN_TEXT_BYTES:
+            raise DataError(f"expected at least {MIN_TEXT_BYTES // 1000} kB of text, got {_megabytes(size)}: add more")
+        print(f"Text: {_count(len(sources), 'source')}, about {_megabytes(size)}", flush=True)
+        if (self.data / "tokenizer.json").exists():  # of an interrupted call
+            loaded = load_tokenizer(str(self.data))
+        elif self.tokenizer is not None:
+            loaded = load_tokenizer(self.tokenizer)
+        else:
+            vocab_size = choose_vocab_size(min(size, limit))
+            print(f"Tokenizer: training one with {vocab_size:,} tokens", flush=True)
+            loaded = self._train_tokenizer(sources, vocab_size)
+        val_tokens = min(max(int(VAL_SHARE * size / BYTES_PER_TOKEN), MIN_VAL_TOKENS), MAX_VAL_TOKENS)
+        manifest = prepare(
+            self.source,
+            self.data,
+            loaded,
+            name=self.data.name,
+            total_tokens=None
+            if size <= limit and None not in sizes
+            else max(limit // BYTES_PER_TOKEN, MIN_TRAIN_TOKENS),
+            val_tokens=val_tokens,
+            progress=ProgressBar(),
+            **self.reading,
+        )
+        if (tokens := manifest.tokens("train")) < MIN_TRAIN_TOKENS:
+            raise DataError(f"expected at least {MIN_TRAIN_TOKENS:,} training tokens, got {tokens:,}: add more text")
+        return manifest
+
+    def _train_tokenizer(self, sources: Sequence[Source], vocab_size: int) -> Any:
+        from whimbrel.base.errors import DataError
+        from whimbrel.data.sources import with_skip_hint
+        from whimbrel.tokenization import train_tokenizer
+
+        def texts() -> Iterator[str]:
+            """The beginning of every source."""
+            for source in sources:
+                left = TOKENIZER_BYTES // len(sources)
+                batches = source.batches(
+                    self.reading["text_key"], self.reading["separator"], 0, self.reading["encoding"]
+                )
+                for _, text in (document for batch in batches for document in batch.parse()):
+                    if isinstance(text, DataError):
+                        if not self.reading["skip_bad"]:
+                            raise with_skip_hint(text)
+                        continue
+                    yield text[:left]
+                    left -= len(text)
+                    if left <= 0:
+                        break
+
+        return train_tokenizer(texts(), vocab_size)
+
+    def _choose(self, manifest: Manifest) -> tuple[Plan, list[Measurement]]:
+        """The run, and the measured speeds, that of the chosen depth first."""
+        from whimbrel.train.device import choose_device
+        from whimbrel.train.sizing import DEPTHS, choose_depth, choose_plan
+
+        vocab_size, train_tokens = manifest.tokenizer.vocab_size, manifest.tokens("train")
+        measured = choose_depth(
+            partial(self._measure_speed, vocab_size),
+            vocab_size,
+            train_tokens=train_tokens,
+            seconds=max(self.remaining() - CLOSING_SECONDS, 1.0),
+            flops=FLOPS[choose_device(None).type],
+            depths=DEPTHS if self.depth is None else (self.depth,),
+        )
+        plan = choose_plan(
+            measured[0],
+            vocab_size,
+            train_tokens=train_tokens,
+            val_tokens=manifest.tokens("val"),
+            seconds=self.remaining() - CLOSING_SECONDS,
+        )
+        return plan, measured
+
+    def _measure_speed(self, vocab_size: int, depth: int, tokens_per_step: int) -> float:
+        """Tokens per second of training steps with the settings of the run, in a temporary run directory."""
+        from whimbrel.train import Trainer
+        from whimbrel.train.config import build_run_config
+        from whimbrel.train.sizing import Plan, config_text, model_of_depth
+
+        plan = Plan(
+            model=model_of_depth(depth, vocab_size), tokens_per_step=tokens_per_step, steps=100_000, validations=1,
+            seconds=0.0, epochs=0.0, loss=0.0, is_data_limited=False,
+        )  # fmt: skip
+        window = min(max(MEASURE_SHARE * self.seconds, MIN_MEASURE_SECONDS), MAX_MEASURE_SECONDS)
+        timer = _SpeedTimer(window, tokens_per_step)
+        settings = _device_settings(self.seconds)
+        with tempfile.TemporaryDirectory(prefix="whimbrel-") as folder, _only_warnings():
+            text = config_text(
+                plan, output_dir=Path(folder) / "run", data=self.data, device_settings=settings, header=""
+            )
+            table = tomllib.loads(text) | {"checkpoint": {"at_end": False}, "log": {"progress": False}}
+            del table["validation"], table["sample"]
+            trainer = Trainer.from_config(build_run_config(table), callbacks=[timer])
+            trainer.train()
+        if trainer.received_signal is not None:
+            raise KeyboardInterrupt
+        return timer.tokens_per_second
+
+    def _explain(self, plan: Plan, measured: Sequence[Measurement], manifest: Manifest) -> Iterator[str]:
+        """What was chosen and why; printed, and written to the config."""
+        from whimbrel.train.sizing import block_parameters
+
+        model = plan.model
+        blocks, total = block_parameters(model), model.matrix_parameters
+        yield (
+            f"Text: {manifest.tokens('train'):,} training tokens, {manifest.tokens('val'):,} held out, "
+            f"vocabulary {manifest.tokenizer.vocab_size:,}"
+        )
+        speeds = (f"{item.tokens_per_second:,.0f} at depth {item.depth}" for item in measured)
+        yield f"Speed in tokens/s: {', '.join(speeds)}"
+        reason = "as requested" if self.depth is not None else "lowest predicted loss in the time available"
+        sizes = f"{total / 1e6:.2f}M parameters, {blocks / 1e6:.2f}M of them in the blocks"
+        yield f"Model: depth {model.num_layers} ({reason}), {sizes}"
+        yield (
+            f"Training: {plan.steps:,} steps of {plan.tokens_per_step:,} tokens, {plan.epochs:.1f} epochs, about "
+            f"{_duration(plan.seconds)}"
+        )
+        if plan.is_data_limited:
+            yield "Shorter than --minutes: more epochs on so little text would overfit"
+        elif plan.seconds > max(self.remaining(), 0) * 1.2:
+            yield "Longer than --minutes: there is not enough time for this text and machine"
+
+    def _commands(self, manifest: Manifest) -> Iterator[str]:
+        """The commands that do the same one by one."""
+        settings, vocab_size = manifest.settings, manifest.tokenizer.vocab_size
+        reading = {"--text-key": settings.text_key, "--separator": settings.separator, "--encoding": settings.encoding}
+        defaults = {"--text-key": "text", "--separator": None, "--encoding": "utf-8"}
+        options = [f"{name} {shlex.quote(str(value))}" for name, value in reading.items() if value != defaults[name]]
+        options += ["--skip-bad"] * settings.skip_bad
+        source = " ".join([shlex.join(self.source), *options]).replace("\n", "\\n")
+        data, run = shlex.quote(str(self.data)), shlex.quote(str(self.run))
+        total = [] if settings.total_tokens is None else [f"--total-tokens {settings.total_tokens}"]
+        yield "The same in separate commands:"
+        if self.tokenizer is None:
+            yield f"  whimbrel tokenizer train {source} --vocab-size {vocab_size} --out-dir {data}"
+        tokenizer = data if self.tokenizer is None else shlex.quote(self.tokenizer)
+        lengths = " ".join([*total, f"--val-tokens {settings.val_tokens}"])
+        yield f"  whimbrel prepare {source} --tokenizer {tokenizer} {lengths} --out-dir {data}"
+        yield f"  whimbrel train {shlex.quote(str(self.config_file))}"
+        yield f"  whimbrel eval {run} --text {data}"
+
+
+class _SpeedTimer(TrainerCallback):
+    """Stops training after a time window, which starts after some warm-up steps, and computes the speed in it."""
+
+    def __init__(self, seconds: float, tokens_per_step: int) -> None:
+        self._seconds, self._tokens_per_step = seconds, tokens_per_step
+        self._times: list[float] = []
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of the median step, which single slow steps do not affect."""
+        return self._tokens_per_step / statistics.median(end - start for start, end in itertools.pairwise(self._times))
+
+    def on_step_end(self, **event: Any) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if event["state"].global_step < WARMUP_STEPS:
+            return
+        self._times.append(time.perf_counter())
+        if len(self._times) > 1 and self._times[-1] - self._times[0] >= self._seconds:
+            event["control"].should_abort_without_save = True
+
+
+@contextlib.contextmanager
+def _only_warnings() -> Iterator[None]:
+    logger = logging.getLogger("whimbrel")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _device_settings(seconds: float) -> dict[str, str]:
+    """Lines of [train] for the device: one GPU, bf16 where it is supported, and compilation in long runs."""
+    import torch
+
+    from whimbrel.train.device import choose_device
+
+    if choose_device(None).type != "cuda":
+        return {}
+    settings = {"device": '"cuda:0"  # without this line, all GPUs'} if torch.cuda.device_count() > 1 else {}
+    if torch.cuda.is_bf16_supported():
+        settings["precision"] = '"bf16"'
+    if seconds >= 60 * COMPILE_MINUTES:
+        settings["compile"] = "true"
+    return settings
+
+
+def _evaluate(run: Path, data: Path) -> None:
+    """Print the loss on the held-out text."""
+    from whimbrel.evaluate import Scorer, shard_perplexity
+    from whimbrel.train.device import choose_device
+
+    result = shard_perplexity(Scorer.load(run, device=choose_device(None)), data)
+    nats = -result.loglikelihood / result.tokens
+    print(
+        f"\nHeld-out text: loss {nats:.3f} per token, perplexity {result.perplexity:.1f}, "
+        f"{result.bits_per_byte:.3f} bits per byte",
+        flush=True,
+    )
+
+
+def _print_sample(run: Path) -> None:
+    """Generate the beginning of a document."""
+    from whimbrel.inference import LLM, SamplingParams
+    from whimbrel.train.device import choose_device
+
+    llm = LLM(run, device=choose_device(None), max_batch=1)
+    sampling = SamplingParams(temperature=0.7, min_p=0.05)
+    print("\nSample:")
+    for piece in llm.stream("", sampling, max_new_tokens=SAMPLE_TOKENS, seed=0, ignore_eos=True):
+        print_text(piece)
+    print()
+
+
+def _next_commands(run: Path) -> list[str]:
+    name = shlex.quote(str(run))
+    file = shlex.quote(f"{run.name}.gguf")
+    return [
+        f'whimbrel generate {name} "Your opening words"',
+        f"whimbrel serve {name}  # a page to try it, and an OpenAI-compatible API",
+        f"whimbrel export {name} {file}  # for llama.cpp and Ollama",
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
