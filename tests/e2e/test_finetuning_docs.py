@@ -17,6 +17,8 @@ from tests.support.commands import whimbrel
 from tests.support.documentation import read_page
 from tests.support.finetuning import save_small_chat_model
 
+from whimbrel.cli.train import run_settings
+
 FINETUNING, CHAT_MODELS = "docs/finetuning.md", "docs/chat-models.md"
 BLOCK = re.compile(r"^```(bash|python|toml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -129,7 +131,7 @@ def test_dry_run_prints_what_is_shown(finetuning: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("page", [FINETUNING, CHAT_MODELS])
 def test_settings_that_are_mentioned_exist(page: str) -> None:
-    settings = set(re.findall(r"^--([\w.]+)", read_page("docs/settings.md"), re.MULTILINE))
+    settings = {setting.name for setting in run_settings()}
     mentioned = set(re.findall(r"--([a-z]+\.\w+)", read_page(page))) - {"section.name"}
     assert mentioned <= settings
 
