@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ class FlagSetter(TrainerCallback):
 
 def train_with_flags(folder: str) -> list[int]:
     """The steps after which the model was evaluated, and saved, as a callback of rank 0 requested."""
-    logging.disable(logging.INFO)
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, VOCAB, (LENGTH,), generator=generator) for _ in range(64)]
     data = [{"input_ids": row, "labels": row} for row in rows]
@@ -87,7 +85,6 @@ def train_with_accelerate(folder: str, parallel: dict[str, Any] | None = None) -
 
 def train(name: str, folder: str, parallel: dict[str, Any] | None = None) -> dict[str, Any]:
     """Train a GPT on the ranks of the process group; a callback of rank 0 stops the run after 5 of 8 steps."""
-    logging.disable(logging.INFO)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, VOCAB, (LENGTH,), generator=generator) for _ in range(64)]
