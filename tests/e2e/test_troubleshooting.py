@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -158,8 +159,6 @@ def gguf_refused(_: pytest.MonkeyPatch) -> None:
 def transformers_without_import(_: pytest.MonkeyPatch) -> str:
     """In another process, because other tests import whimbrel.hf."""
     pytest.importorskip("transformers")
-    from tests.support.documentation import run_python
-
     program = """
 import json, pathlib
 from transformers import AutoConfig
@@ -170,7 +169,9 @@ try:
 except ValueError as error:
     print(" ".join(str(error).split()))
 """
-    return run_python(program, Path.cwd())
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("heading", HEADING.findall(read_page(PAGE)))
