@@ -22,7 +22,7 @@ import pytest
 from tests.e2e.doc_session import Example, PageSession, examples
 from tests.support.chat_templates import QWEN_TOOLS
 from tests.support.commands import whimbrel
-from tests.support.documentation import ROOT, RUN, SHOWN, code_blocks, pages, read_page
+from tests.support.documentation import ROOT, RUN, SHOWN, Block, code_blocks, commands, pages, read_page
 from tests.support.finetuning import CHAT_TOKENS, reversal_task, save_base_model, save_small_chat_model, write_chats
 from tests.support.hub_server import TOKEN, hub_server
 from tests.support.runs import prepare_text, train_demo_run
@@ -136,8 +136,8 @@ FILES: dict[str, tuple[Files, ...]] = {
 
 
 @pytest.fixture(scope="session")
-def common(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
-    folder = tmp_path_factory.mktemp("common")
+def prepared(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
     common_files(folder, shakespeare)
     for name in ("bench", "corpora"):
         (folder / name).symlink_to(ROOT / name)
@@ -146,12 +146,12 @@ def common(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
 
 @pytest.fixture(scope="class")
 def session(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, common: Path, shakespeare: str
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prepared: Path, shakespeare: str
 ) -> Iterator[PageSession]:
     """The directory of a page is the working directory of its tests."""
     page: str = request.cls.page
     folder = tmp_path_factory.mktemp(Path(page).stem) / "clone"
-    shutil.copytree(common, folder, symlinks=True)
+    shutil.copytree(prepared, folder, symlinks=True)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.chdir(folder)
         patch.delenv("WHIMBREL_API_KEY", raising=False)
@@ -318,13 +318,20 @@ def test_every_block_has_a_known_language() -> None:
     assert unknown == [], f"languages that run: {', '.join(RUN)}; that do not: {', '.join(SHOWN)}"
 
 
+def test_commands_end_at_the_end_of_a_line_unless_they_continue() -> None:
+    code = "# first\na 'b # c' # d\n\ne \\\n  f\ncurl -d '{\n}' x\ncat > y <<'EOF'\n# z\nEOF\n"
+    assert commands(Block("page.md", 10, "bash", code)) == [
+        (12, "a 'b # c'"), (14, "e    f"), (16, "curl -d '{\n}' x"), (18, "cat > y <<'EOF'\n# z\nEOF"),
+    ]  # fmt: skip
+
+
 def test_every_check_belongs_to_one_example() -> None:
     counts = {(page, words): sum(words in each.code for each in examples(page)) for page, words in CHECKS}
     assert [key for key, count in counts.items() if count != 1] == []
 
 
 def test_settings_exist() -> None:
-    settings = {setting.name for setting in run_settings()} | {"section.name"}
+    settings = {setting.name for setting in run_settings()} | {"a.b", "section.name"}
     for page in pages():
         assert set(re.findall(r"(?<!\w)--([a-z]+\.\w+)", read_page(page))) <= settings, page
 

@@ -74,7 +74,8 @@ command("0.0.0.0", f"serve {RUN} --host 0.0.0.0")
 
 @provokes("matplotlib")
 def missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
     whimbrel("plot", RUN)
 
 

@@ -8,8 +8,8 @@ tests/e2e/test_docs.py does what the reader of a page does: it runs the blocks f
 - `text` directly after `python`: exactly what that block prints; `...` stands for any text.
 - other `text`, `json`, `yaml`: output and fragments, not checked.
 
-`<!-- not run: REASON -->` on the line before a block excludes it; `<!-- not compared: REASON -->` does so for the output
-of a Python block.
+`<!-- not run: REASON -->` on the line before a block excludes it, and `<!-- not compared: REASON -->` the output of a
+Python block.
 """
 
 from __future__ import annotations
