@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -97,7 +98,7 @@ class RunningServer:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Server, "run_on", run_on)
-            self.thread = threading.Thread(target=self._run)
+            self.thread = threading.Thread(target=self._run, daemon=True)
             self.thread.start()
             while self.server is None or not self.server.started:
                 assert self.thread.is_alive(), f"the server stopped: {self.error}"
@@ -198,7 +199,7 @@ class PageSession:
             sys.stdout.write(self.printed)
 
     def run_command(self, command: str) -> None:
-        program, *arguments = shlex.split(command)
+        program, *arguments = shlex.split(command.removesuffix("&"))
         if program == "pip":
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
             named = ",".join(re.findall(r"(?:\.|whimbrel)\[([\w,-]+)\]", command))
@@ -224,8 +225,12 @@ class PageSession:
             assert whimbrel(*arguments, f"--port={self.ports[port]}") == 0
 
         self.start_server(port, run)
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}/", timeout=60) as response:
+        url = f"http://127.0.0.1:{self.ports[port]}"
+        with urllib.request.urlopen(url, timeout=60) as response:
             assert b"<title>Whimbrel" in response.read()
+        if arguments[0] == "serve":
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as response:
+                assert json.load(response)["data"]
 
     def start_server(self, port: int, target: Callable[[], object]) -> None:
         if port in self.servers:
