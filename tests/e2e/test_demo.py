@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.documentation import code_blocks
 
 from whimbrel.train import read_log
 
@@ -54,12 +53,3 @@ def test_second_demo_keeps_the_finished_run(clone: Path) -> None:
     log = (clone / "runs/demo/log.jsonl").read_bytes()
     assert "Resuming runs/demo" in run(clone, clone / "scripts" / "demo", *SHORT)
     assert (clone / "runs/demo/log.jsonl").read_bytes() == log
-
-
-@pytest.mark.parametrize("block", code_blocks("docs/quickstart.md", "bash"))
-def test_commands_of_the_guide_run(clone: Path, block: str, shakespeare: str) -> None:
-    (clone / "my-texts").mkdir()
-    (clone / "my-texts/a.txt").write_text(shakespeare[:60_000])
-    for command in block.splitlines():
-        short = " ".join(SHORT) if command.startswith("whimbrel quickstart") else ""
-        run(clone, "bash", "-c", f"{command.split('#')[0]} {short}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +74,8 @@ command("0.0.0.0", f"serve {RUN} --host 0.0.0.0")
 
 @provokes("matplotlib")
 def missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
     whimbrel("plot", RUN)
 
 
@@ -158,8 +160,6 @@ def gguf_refused(_: pytest.MonkeyPatch) -> None:
 def transformers_without_import(_: pytest.MonkeyPatch) -> str:
     """In another process, because other tests import whimbrel.hf."""
     pytest.importorskip("transformers")
-    from tests.support.documentation import run_python
-
     program = """
 import json, pathlib
 from transformers import AutoConfig
@@ -170,7 +170,9 @@ try:
 except ValueError as error:
     print(" ".join(str(error).split()))
 """
-    return run_python(program, Path.cwd())
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("heading", HEADING.findall(read_page(PAGE)))

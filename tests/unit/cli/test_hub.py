@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.support.commands import whimbrel
-from tests.support.documentation import code_blocks
 from tests.support.finetuning import save_base_model, write_chats
 from tests.support.hub_server import TOKEN, HubServer, hub_server
 from tests.support.runs import train_demo_run
@@ -109,17 +107,6 @@ def test_environment_variables_select_the_hub(hub, workdir):
     assert done.returncode == 0, done.stderr
     assert (workdir / "home" / "hub" / "models--curlew--base").is_dir()
     assert (workdir / "out" / "model.safetensors").is_file()
-
-
-def test_the_documentation(hub, token, workdir):
-    """The commands and the example of docs/hub.md run as shown, with a tiny model."""
-    hub.add("HuggingFaceTB/SmolLM2-135M", workdir / "original")
-    [commands], [program] = code_blocks("docs/hub.md", "bash"), code_blocks("docs/hub.md", "python")
-    for line in commands.splitlines():
-        name, *arguments = shlex.split(line)[1:]
-        extra = {"finetune": FINETUNE, "generate": ("--max-new-tokens", 2, "--device", "cpu")}
-        assert whimbrel(name, *arguments, *extra.get(name, ())) == 0
-    exec(program, {})  # noqa: S102
 
 
 # push
