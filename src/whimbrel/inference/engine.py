@@ -54,6 +54,9 @@ class EngineConfig:
     """Compile the decode step: takes up to minutes at `warm_up` or the first request, then decoding is faster."""
     cuda_graphs: bool = True
     """On a GPU, capture the decode step in CUDA graphs."""
+    cpu_kernels: bool = True
+    """On a CPU, decode with C++ code, which is compiled once per machine. Without a compiler, or for models that it does
+    not support (adapters, fp8, quantized KV caches), PyTorch is used."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch", "prefill_chunk", "multi_step"):
@@ -106,7 +109,9 @@ class Engine:
             self._graphs = DecodeGraphs(
                 model, self.pool, max_batch=self.config.max_batch, compile_step=self.config.compile
             )
-        self.runner = ModelRunner(model, self.pool, self._graphs, self._selection)
+        self.runner = ModelRunner(
+            model, self.pool, self._graphs, self._selection, cpu_kernels=self.config.cpu_kernels
+        )
         self._scheduler = Scheduler(
             self.pool,
             max_batch=self.config.max_batch,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whimbrel.inference.adapters import AdapterSelection
 from whimbrel.inference.block_manager import BlockTable
+from whimbrel.inference.cpu_decoder import MAX_ROWS, CpuDecoder, create_decoder
 from whimbrel.inference.paged_cache import BlockPool, ContiguousCache, PagedBatch
 from whimbrel.models import GPT, KVCache
 
@@ -39,8 +40,8 @@ class Chunk(NamedTuple):
 class ModelRunner:
     """Runs the model over chunks of sequences: `decode` for one token each, `prefill` for several.
 
-    Without `graphs` the model runs eagerly. Layers that the caller compiled for training run eagerly too, since every
-    new length would be compiled again.
+    Without `graphs` the model runs eagerly, or on a CPU a few tokens at a time with `CpuDecoder`. Layers that the caller
+    compiled for training run eagerly too, since every new length would be compiled again.
     """
 
     def __init__(
@@ -49,8 +50,12 @@ class ModelRunner:
         pool: BlockPool,
         graphs: DecodeGraphs | None = None,
         selection: AdapterSelection | None = None,
+        *,
+        cpu_kernels: bool = True,
     ) -> None:
         self._model, self._pool, self._graphs, self._selection = model, pool, graphs, selection
+        self._uses_cpu_kernels = cpu_kernels and graphs is None and selection is None
+        self._cpu_decoder: CpuDecoder | None = None
         self._has_compiled_layers = any(module._compiled_call_impl is not None for module in model.modules())
 
     @torch.inference_mode()
@@ -60,10 +65,21 @@ class ModelRunner:
             self._select_adapters(chunks)
             tokens, batch = self._batch(chunks, self._graphs.padded_size(len(chunks)))
             return self._graphs(tokens, batch)[: len(chunks)]
+        if (decoder := self._decoder()) is not None:
+            return torch.cat(decoder.run(chunks, [[0]] * len(chunks)))
         tokens, cache = self._inputs(chunks)
         with _run_eagerly() if self._has_compiled_layers else nullcontext():
             logits: Tensor = self._model(tokens, cache=cache).logits
         return logits[:, -1]
+
+    def _decoder(self) -> CpuDecoder | None:
+        """The decoder of the CPU, created at the first use and whenever parameters were replaced."""
+        if self._cpu_decoder is not None and self._cpu_decoder.is_current:
+            return self._cpu_decoder
+        if self._uses_cpu_kernels:
+            self._cpu_decoder = create_decoder(self._model, self._pool)
+            self._uses_cpu_kernels = self._cpu_decoder is not None
+        return self._cpu_decoder
 
     @torch.inference_mode()
     def decode_steps(self, chunks: Sequence[Chunk], steps: int) -> list[list[int]]:
@@ -81,6 +97,8 @@ class ModelRunner:
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
         """Process several tokens of each sequence; the logits (offsets, vocabulary) after the tokens at `offsets`."""
+        if sum(len(chunk.tokens) for chunk in chunks) <= MAX_ROWS and (decoder := self._decoder()) is not None:
+            return decoder.run(chunks, offsets)
         tokens, cache = self._inputs(chunks)
         with _run_eagerly() if self._has_compiled_layers else nullcontext():
             hidden = self._model.hidden_states(tokens, cache=cache)

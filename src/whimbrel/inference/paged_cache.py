@@ -88,6 +88,11 @@ class BlockPool(BlockManager):
         """Keys, values and scales of all layers, (blocks, block size, kv heads, ...) each."""
         return [tensor for layer in self._layers for tensor in layer.values()]
 
+    @property
+    def layers(self) -> list[dict[str, Tensor]]:
+        """Keys, values and scales of each layer, by name."""
+        return self._layers
+
     def write(self, key_states: Tensor, value_states: Tensor, slots: Tensor, layer_idx: int) -> None:
         """Store keys and values (tokens, kv heads, head size) in their slots (block * block_size + offset)."""
         layer = self._layers[layer_idx]
