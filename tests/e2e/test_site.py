@@ -69,6 +69,7 @@ def test_search_works_in_pages_opened_from_disk(site: Path, browser: webdriver.C
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
+    browser.get_log("browser")  # drop the messages of pages that other tests opened
     browser.get(f"file://{site}/index.html")
     browser.execute_script("document.querySelector('.md-search__input').focus()")
     browser.find_element(By.CLASS_NAME, "md-search__input").send_keys("gradient accumulation")
