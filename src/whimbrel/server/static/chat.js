@@ -231,6 +231,7 @@ async function requestCompletion(prompts, options) {
 
 // Streams the response into `entry`, which is the last one of the mode once the first chunk has arrived.
 async function streamInto(entry, prompts, options) {
+  const sent = performance.now();
   const { response, prompt, start, shortened } = await requestCompletion(prompts, options);
   const dropped = start > state.start || shortened;
   if (state.mode === "chat") state.start = start;
@@ -241,6 +242,8 @@ async function streamInto(entry, prompts, options) {
   content.classList.add("waiting");
   const before = entry.content.length;
   let [chunks, first, last, usage, finish, drawn] = [0, 0, 0, null, null, true];
+  // Tokens per second after the first one; of an answer that arrives at once, since the request.
+  const speed = (tokens) => (last > first && tokens > 1 ? ((tokens - 1) * 1000) / (last - first) : (tokens * 1000) / (last - sent));
   const draw = () => {
     drawn = true;
     updateContent(content, entry);
@@ -256,13 +259,13 @@ async function streamInto(entry, prompts, options) {
       for (const { index, ...call } of choice.delta?.tool_calls ?? []) (entry.tool_calls ??= [])[index] = call;
       last = performance.now();
       first ||= last;
-      Object.assign(entry, { tokens: ++chunks, exact: false, rate: last > first ? ((chunks - 1) * 1000) / (last - first) : null });
+      Object.assign(entry, { tokens: ++chunks, exact: false, rate: speed(chunks) });
       if (drawn) requestAnimationFrame(() => follow(draw));
       drawn = false;
     }
   }
   const { prompt_tokens, completion_tokens: tokens, total_tokens: total } = usage;
-  Object.assign(entry, { tokens, exact: true, rate: last > first && tokens > 1 ? ((tokens - 1) * 1000) / (last - first) : null });
+  Object.assign(entry, { tokens, exact: true, rate: last ? speed(tokens) : null });
   state.usage = { tokens: total, characters: size(prompt) + entry.content.length - before, total };
   if (!prompt_tokens) state.usage = null;
   find("answer").textContent = entry.content.slice(before); // for screen readers
