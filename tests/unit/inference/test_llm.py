@@ -76,6 +76,7 @@ def test_other_sequences_continue_past_the_context_after_the_longest_ends(model)
 
 
 def test_samples_differ_and_share_one_prefill(model, monkeypatch):
+    monkeypatch.setattr("whimbrel.inference.model_runner.create_decoder", lambda *_: None)
     read = []
     hidden_states = GPT.hidden_states
     monkeypatch.setattr(
