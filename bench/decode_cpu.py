@@ -104,7 +104,9 @@ def write_gguf_files(config: GPTConfig, folder: Path) -> dict[str, Path]:
 def quantize_gguf(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
     """Copy a file with all its matrices quantized."""
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.get_field("general.architecture").contents())
+    architecture = reader.get_field("general.architecture")
+    assert architecture is not None
+    writer = gguf.GGUFWriter(target, architecture.contents())
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             item_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None

@@ -217,8 +217,8 @@ inline int64_t row_bytes(const Matrix& m) {
     return m.columns * sizes[m.kind] / 2;
 }
 
-struct Rows {  // of one matrix: their weights and numbers
-    const char* data[ROWS];
+struct Rows {  // of one matrix: their weights, what to prefetch meanwhile, and their numbers
+    const char *data[ROWS], *prefetch[ROWS];
     int64_t index[ROWS];
 };
 
@@ -231,10 +231,10 @@ inline Floats code_values(Words w) {  // the lowest 4 bits of each word, -8 to 7
 #endif
 }
 
-// The scales of the 16 words of an int4 block that starts at group `first` of a row; `last` is the last one of the row.
+// The scales of the 16 words of an int4 block that starts at group `first`; only `count` groups of it exist.
 template <int GROUP>
-inline Floats block_scales(const Matrix& m, int64_t first, int64_t last) {
-    const auto scale = [&](int64_t i) { return splat(element(m.scales, m.scale_kind, first + i < last ? first + i : last)); };
+inline Floats block_scales(const Matrix& m, int64_t first, int64_t count = BLOCK / GROUP) {
+    const auto scale = [&](int64_t i) { return splat(element(m.scales, m.scale_kind, first + (i < count ? i : 0))); };
     const Ints second_half = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
     const Ints odd_quarters = {0, 0, 0, 0, -1, -1, -1, -1, 0, 0, 0, 0, -1, -1, -1, -1};
     if constexpr (GROUP == BLOCK) {
@@ -292,17 +292,15 @@ inline void multiply(const Matrix& m, const Rows& rows, const float* x, int64_t 
     Floats sums[ROWS][B][L::PARTS] = {};
     const int64_t bytes = row_bytes(m), groups = KIND == INT4 ? m.columns / GROUP : 0;
     const char* data[ROWS] = {rows.data[0], rows.data[1], rows.data[2], rows.data[3]};
-    // The hardware prefetches poorly from several short rows at a time. The next rows follow these in memory.
-    const int64_t ahead = (PREFETCH_BYTES / (ROWS * bytes) + 1) * ROWS * bytes;
     int64_t k = 0, offset = 0;
     for (; offset + L::BYTES <= bytes; k += L::STEP, offset += L::BYTES) {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
             Floats scales = {};
             if constexpr (KIND == INT4) {
-                scales = block_scales<GROUP>(m, rows.index[r] * groups + k / GROUP, (rows.index[r] + 1) * groups - 1);
+                scales = block_scales<GROUP>(m, rows.index[r] * groups + k / GROUP);
             }
-            __builtin_prefetch(data[r] + offset + ahead, 0, 2);
+            __builtin_prefetch(rows.prefetch[r] + offset, 0, 2);
             accumulate<KIND, B>(data[r] + offset, x + k, stride, scales, sums[r]);
         }
     }
@@ -313,7 +311,7 @@ inline void multiply(const Matrix& m, const Rows& rows, const float* x, int64_t 
             copy_padded<L::BYTES>(last, data[r] + offset, bytes - offset);
             Floats scales = {};
             if constexpr (KIND == INT4) {
-                scales = block_scales<GROUP>(m, rows.index[r] * groups + k / GROUP, (rows.index[r] + 1) * groups - 1);
+                scales = block_scales<GROUP>(m, rows.index[r] * groups + k / GROUP, groups - k / GROUP);
             }
             accumulate<KIND, B>(last, x + k, stride, scales, sums[r]);
         }
@@ -362,16 +360,20 @@ inline Range share(int64_t count, int thread, int threads, int64_t multiple = 1)
     return {begin, end < count ? end : count};
 }
 
-// Calls `use(row, b, value)` for each row of the range and each of the activations.
+inline const char* row_data(const Matrix& m, int64_t row) { return static_cast<const char*>(m.data) + row * row_bytes(m); }
+
+// Calls `use(row, b, value)` for each row of the range and each of the activations. `next` is what is read afterwards.
 template <typename Use>
-inline void product(const Matrix& m, Range range, const float* x, int64_t batch, float (*y)[ROWS], Use use) {
-    const char* data = static_cast<const char*>(m.data);
-    const int64_t bytes = row_bytes(m);
+inline void product(const Matrix& m, Range range, const float* x, int64_t batch, float (*y)[ROWS], const char* next, Use use) {
+    // The hardware prefetches poorly from several short rows at a time, so rows are prefetched some time ahead.
+    const int64_t bytes = row_bytes(m), ahead = (PREFETCH_BYTES / (ROWS * bytes) + 1) * ROWS;
     for (int64_t row = range.begin; row < range.end; row += ROWS) {
         Rows rows;
         for (int r = 0; r < ROWS; r++) {
             rows.index[r] = row + r < range.end ? row + r : range.end - 1;
-            rows.data[r] = data + rows.index[r] * bytes;
+            rows.data[r] = row_data(m, rows.index[r]);
+            const int64_t beyond = row + r + ahead - range.end;
+            rows.prefetch[r] = beyond < 0 ? row_data(m, row + r + ahead) : next + beyond * bytes;
         }
         multiply_rows(m, rows, x, batch, y);
         for (int64_t b = 0; b < batch; b++)
@@ -543,22 +545,23 @@ class Decoder {
                 threads_.barrier();
             }
             const float* normed = norm_rows(layer.attention_norm, layer.qkv, rows_, nullptr, s);
-            product(layer.qkv, share(qkv_width, thread, threads, ROWS), normed, rows_, s.y(rows_),
+            product(layer.qkv, share(qkv_width, thread, threads, ROWS), normed, rows_, s.y(rows_), first_row(layer.out, thread),
                 [&](int64_t row, int64_t b, float value) { qkv_[size_t(b * qkv_width + row)] = value; });
             threads_.barrier();
             store_keys(layer, qkv_width, share(rows_ * m_.kv_heads, thread, threads), s);
             threads_.barrier();
             attend(layer, qkv_width, share(rows_ * m_.heads, thread, threads), s);
             threads_.barrier();
-            add_product(layer.out, heads_, m_.attention_scale, thread, s);
+            add_product(layer.out, heads_, m_.attention_scale, thread, first_row(layer.fc, thread), s);
             threads_.barrier();
             expand(layer, thread, s);
             threads_.barrier();
-            add_product(layer.proj, hidden_, 1.0f, thread, s);
+            const Matrix& next = &layer == &layers_.back() ? m_.head : (&layer + 1)->qkv;
+            add_product(layer.proj, hidden_, 1.0f, thread, first_row(next, thread), s);
             threads_.barrier();
         }
         const float* normed = norm_rows(m_.final_norm, m_.head, num_wanted, wanted, s);
-        product(m_.head, share(m_.vocab_size, thread, threads, ROWS), normed, num_wanted, s.y(num_wanted),
+        product(m_.head, share(m_.vocab_size, thread, threads, ROWS), normed, num_wanted, s.y(num_wanted), first_row(layers_[0].qkv, thread),
             [&](int64_t row, int64_t b, float value) {
                 if (m_.softcap > 0) value = m_.softcap * std::tanh(value / m_.softcap);
                 logits[b * m_.vocab_size + row] = value;
@@ -575,6 +578,11 @@ class Decoder {
             normalize(m_, norm, &x_[size_t(row * m_.width)], &s.normed[size_t(b * stride)], m.kind);
         }
         return s.normed.data();
+    }
+
+    const char* first_row(const Matrix& m, int thread) const {
+        const int64_t rows = &m == &m_.head ? m_.vocab_size : m.rows;
+        return row_data(m, share(rows, thread, threads_.count(), ROWS).begin);
     }
 
     void embed(int thread, int threads) {
@@ -655,57 +663,91 @@ class Decoder {
 
     void attend(const Layer& layer, int64_t qkv_width, Range items, Scratch& s) {
         switch (m_.cache_kind) {
-            case FP32: attend_cached<FP32>(layer, qkv_width, items, s); break;
-            case BF16: attend_cached<BF16>(layer, qkv_width, items, s); break;
-            default: attend_cached<FP16>(layer, qkv_width, items, s);
+            case FP32: attend_sized<FP32>(layer, qkv_width, items, s); break;
+            case BF16: attend_sized<BF16>(layer, qkv_width, items, s); break;
+            default: attend_sized<FP16>(layer, qkv_width, items, s);
         }
     }
 
     template <int KIND>
+    void attend_sized(const Layer& layer, int64_t qkv_width, Range items, Scratch& s) {
+        const int full = m_.head_size / LANES;
+        if (m_.head_size % LANES == 0 && full == 4) attend_cached<KIND, 4>(layer, qkv_width, items, s);
+        else if (m_.head_size % LANES == 0 && full == 8) attend_cached<KIND, 8>(layer, qkv_width, items, s);
+        else attend_cached<KIND, 0>(layer, qkv_width, items, s);
+    }
+
+    // Call `use(i, offset)` for the cached tokens of a row at positions start + i, with the offset of a head in the cache.
+    template <typename Use>
+    void for_each_cached(int64_t b, int64_t start, int64_t count, int64_t head, Use use) const {
+        const int64_t stride = int64_t(m_.kv_heads) * m_.head_size;
+        for (int64_t i = 0; i < count;) {
+            int64_t offset = cache_offset(b, start + i, head);
+            const int64_t left = m_.block_size - (start + i) % m_.block_size, end = i + left < count ? i + left : count;
+            for (; i < end; i++, offset += stride) use(i, offset);
+        }
+    }
+
+    // FULL: the vectors of a head, known at compile time so that its output stays in registers; 0 for other sizes.
+    template <int KIND, int FULL>
     void attend_cached(const Layer& layer, int64_t qkv_width, Range items, Scratch& s) {
         constexpr int64_t bytes = KIND == FP32 ? 4 : 2;
-        const int64_t size = m_.head_size, group = m_.heads / m_.kv_heads, full = size / LANES * LANES;
-        const int rest = int(size - full);
+        const int64_t size = m_.head_size, group = m_.heads / m_.kv_heads;
+        const int full = FULL ? FULL : int(size / LANES), rest = FULL ? 0 : int(size % LANES);
         const float scale = 1.0f / std::sqrt(float(size));
         const char *keys = static_cast<const char*>(layer.keys), *values = static_cast<const char*>(layer.values);
-        s.query.assign(size_t(full + LANES), 0.0f);
+        s.query.assign(size_t((full + 1) * LANES), 0.0f);
         s.scores.resize(size_t(m_.context_length + LANES));
-        std::vector<float>& out = s.gates;
+        s.gates.resize(s.query.size());
+        const float* query = s.query.data();
+        float *scores = s.scores.data(), *out = s.gates.data();
         for (int64_t item = items.begin; item < items.end; item++) {
             const int64_t b = item / m_.heads, head = item % m_.heads, kv_head = head / group, position = positions_[b];
             const int64_t start = layer.window && position >= layer.window ? position - layer.window + 1 : 0;
             const int64_t count = position - start + 1;
             std::memcpy(s.query.data(), &qkv_[size_t(b * qkv_width + head * size)], size_t(size) * sizeof(float));
             prepare_head(s.query.data(), layer.query_norm, b);
-            float* scores = s.scores.data();
             float largest = -INFINITY;
-            for (int64_t i = 0; i < count; i++) {
-                const char* key = keys + cache_offset(b, start + i, kv_head) * bytes;
+            for_each_cached(b, start, count, kv_head, [&](int64_t i, int64_t offset) {
+                const char* key = keys + offset * bytes;
                 Floats total = {};
-                for (int64_t d = 0; d < full; d += LANES) total += load_floats<KIND>(key + d * bytes) * load(&s.query[size_t(d)]);
-                if (rest) total += load_floats<KIND>(key + full * bytes, rest) * load(&s.query[size_t(full)]);
+#pragma GCC unroll 8
+                for (int d = 0; d < full; d++) total += load_floats<KIND>(key + d * LANES * bytes) * load(query + d * LANES);
+                if (rest) total += load_floats<KIND>(key + full * LANES * bytes, rest) * load(query + full * LANES);
                 scores[i] = sum(total) * scale;
                 largest = scores[i] > largest ? scores[i] : largest;
-            }
+            });
+            for (int64_t i = count; i % LANES; i++) scores[i] = -INFINITY;  // its exponential is 1e-38, which adds nothing
             Floats sums = {};
-            for (int64_t i = count; i % LANES; i++) scores[i] = -INFINITY;
             for (int64_t i = 0; i < count; i += LANES) {
                 const Floats v = exponential(load(scores + i) - largest);
                 store(scores + i, v);
                 sums += v;
             }
-            // exponential(-inf) is not 0, but 1e-38: too small to change a sum that is at least 1
-            out.assign(size_t(full + LANES), 0.0f);
-            for (int64_t i = 0; i < count; i++) {
-                const char* value = values + cache_offset(b, start + i, kv_head) * bytes;
-                const Floats weight = splat(scores[i]);
-                for (int64_t d = 0; d < full; d += LANES)
-                    store(&out[size_t(d)], load(&out[size_t(d)]) + weight * load_floats<KIND>(value + d * bytes));
-                if (rest) store(&out[size_t(full)], load(&out[size_t(full)]) + weight * load_floats<KIND>(value + full * bytes, rest));
+            if constexpr (FULL) {
+                Floats totals[FULL] = {};
+                for_each_cached(b, start, count, kv_head, [&](int64_t i, int64_t offset) {
+                    const Floats weight = splat(scores[i]);
+#pragma GCC unroll 8
+                    for (int d = 0; d < FULL; d++) totals[d] += weight * load_floats<KIND>(values + (offset + d * LANES) * bytes);
+                });
+                std::memcpy(out, totals, sizeof totals);
+            } else {
+                std::memset(out, 0, s.gates.size() * sizeof(float));
+                for_each_cached(b, start, count, kv_head, [&](int64_t i, int64_t offset) {
+                    const char* value = values + offset * bytes;
+                    const Floats weight = splat(scores[i]);
+                    for (int d = 0; d < full; d++)
+                        store(out + d * LANES, load(out + d * LANES) + weight * load_floats<KIND>(value + d * LANES * bytes));
+                    if (rest) {
+                        const Floats last = load_floats<KIND>(value + full * LANES * bytes, rest);
+                        store(out + full * LANES, load(out + full * LANES) + weight * last);
+                    }
+                });
             }
             const float inverse = 1.0f / sum(sums);
             float* y = &heads_[size_t(b * padded(layer.out.columns))];
-            for (int64_t d = 0; d < size; d++) y[place(layer.out.kind, head * size + d)] = out[size_t(d)] * inverse;
+            for (int64_t d = 0; d < size; d++) y[place(layer.out.kind, head * size + d)] = out[d] * inverse;
         }
     }
 
@@ -715,11 +757,12 @@ class Decoder {
         const Range range = share(count, thread, threads_.count(), ROWS);
         const int64_t own = range.end - range.begin, width = (own + LANES - 1) / LANES * LANES;
         s.gates.assign(size_t(rows_ * width), 0.0f);
-        product(layer.fc, range, normed, rows_, s.y(rows_),
+        const char *up = row_data(layer.fc, count + range.begin), *down = first_row(layer.proj, thread);
+        product(layer.fc, range, normed, rows_, s.y(rows_), m_.is_gated ? up : down,
             [&](int64_t row, int64_t b, float value) { s.gates[size_t(b * width + row - range.begin)] = value; });
         activate(m_.activation, s.gates.data(), rows_ * width);
         if (m_.is_gated) {
-            product(layer.fc, {count + range.begin, count + range.end}, normed, rows_, s.y(rows_),
+            product(layer.fc, {count + range.begin, count + range.end}, normed, rows_, s.y(rows_), down,
                 [&](int64_t row, int64_t b, float value) { s.gates[size_t(b * width + row - count - range.begin)] *= value; });
         }
         for (int64_t b = 0; b < rows_; b++)
@@ -727,8 +770,8 @@ class Decoder {
                 hidden_[size_t(b * stride + place(layer.proj.kind, range.begin + i))] = s.gates[size_t(b * width + i)];
     }
 
-    void add_product(const Matrix& m, const std::vector<float>& input, float scale, int thread, Scratch& s) {
-        product(m, share(m.rows, thread, threads_.count(), ROWS), input.data(), rows_, s.y(rows_),
+    void add_product(const Matrix& m, const std::vector<float>& input, float scale, int thread, const char* next, Scratch& s) {
+        product(m, share(m.rows, thread, threads_.count(), ROWS), input.data(), rows_, s.y(rows_), next,
             [&](int64_t row, int64_t b, float value) { x_[size_t(b * m_.width + row)] += scale * value; });
     }
 

@@ -1,7 +1,7 @@
 """Decoding on a CPU with `cpu_decoder.cpp`, which the C++ compiler of the machine compiles once.
 
-PyTorch launches hundreds of small operations per token and has no fast matrix-vector products for most formats; here the
-complete forward pass is one call.
+PyTorch launches hundreds of small operations per token and has no fast matrix-vector products for most formats; here
+the complete forward pass is one call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from whimbrel.models.layers import MLP, Attention, Block, Norm, rope_frequencies
 from whimbrel.ops.compiler import find_compiler
 from whimbrel.precision import QuantizedWeight
 
-__all__ = ["MAX_ROWS", "CpuDecoder", "create_decoder"]
+__all__ = ["CpuDecoder", "create_decoder"]
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
@@ -41,8 +41,9 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 INT4_GROUPS = (32, 64, 128)
 """Group sizes of int4 weights that fit into the blocks of the kernel."""
 MODULES = (GPT, nn.Embedding, nn.Linear, Block, Attention, MLP, Norm)
-MAX_ROWS = 32
-"""Prompts with more tokens than this are faster as matrix products of PyTorch."""
+MAX_TOKENS = (64, 16, 2**31, 16, 64)
+"""Tokens up to which a prompt is read faster here than by PyTorch, by kind of weight. Measured with SmolLM2 135M on a
+CPU with bf16 instructions; PyTorch multiplies fp16 slowly on any CPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +102,10 @@ class CpuDecoder:
 
     def __init__(self, model: GPT, pool: BlockPool, library: ctypes.CDLL) -> None:
         self._model, self._library = model, library
-        self._pointers = list(_pointers(model))
+        self._parameters = list(_parameters(model))
         description, self._referenced = _describe(model, pool)
+        self.max_tokens = MAX_TOKENS[_matrix(next(iter(model.blocks)).attn.c_attn.weight).kind]
+        """Tokens up to which a prompt is read faster here than by PyTorch."""
         decoder = library.whimbrel_create(ctypes.byref(description), torch.get_num_threads())
         self._decoder = ctypes.c_void_p(decoder)
         weakref.finalize(self, library.whimbrel_destroy, self._decoder)
@@ -110,7 +113,10 @@ class CpuDecoder:
     @property
     def is_current(self) -> bool:
         """Whether all parameters are still where they were."""
-        return self._pointers == list(_pointers(self._model))
+        return all(
+            owner[name] is parameter and pointers == _pointers(parameter)
+            for owner, name, parameter, pointers in self._parameters
+        )
 
     def run(self, chunks: Sequence[tuple[BlockTable, list[int]]], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
         """Process the next tokens of each sequence; the fp32 logits (offsets, vocabulary) after those at `offsets`."""
@@ -174,14 +180,18 @@ def _unsupported_parameter(parameter: Tensor) -> str | None:
     return None
 
 
-def _pointers(model: GPT) -> Iterator[int]:
-    """The addresses of everything that a decoder reads."""
-    for parameter in model.parameters():
-        if isinstance(parameter, QuantizedWeight):
-            yield parameter.codes.data_ptr()
-            yield parameter.scales.data_ptr()
-        else:
-            yield parameter.data_ptr()
+def _parameters(model: GPT) -> Iterator[tuple[dict[str, Any], str, Tensor, tuple[int, ...]]]:
+    """Each parameter: the dict of its module, its name there, itself, and the addresses of its data."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module._parameters, name, parameter, _pointers(parameter)
+
+
+def _pointers(parameter: Tensor) -> tuple[int, ...]:
+    if isinstance(parameter, QuantizedWeight):
+        return parameter.codes.data_ptr(), parameter.scales.data_ptr()
+    return (parameter.data_ptr(),)
 
 
 def _describe(model: GPT, pool: BlockPool) -> tuple[_Model, list[Any]]:
@@ -190,9 +200,7 @@ def _describe(model: GPT, pool: BlockPool) -> tuple[_Model, list[Any]]:
     parts = cast("dict[str, Any]", model.transformer)
     blocks = cast("list[Block]", list(model.blocks))
     caches = pool.layers
-    layers = (_Layer * config.num_layers)(
-        *(_layer(*each) for each in zip(blocks, caches, config.windows, strict=True))  # type: ignore[arg-type]
-    )
+    layers = (_Layer * config.num_layers)(*(_layer(*each) for each in zip(blocks, caches, config.windows, strict=True)))
     frequencies = rope_frequencies(config, torch.device("cpu")).contiguous() if config.position == "rope" else None
     description = _Model(
         width=config.embd_size,

@@ -55,8 +55,8 @@ class EngineConfig:
     cuda_graphs: bool = True
     """On a GPU, capture the decode step in CUDA graphs."""
     cpu_kernels: bool = True
-    """On a CPU, decode with C++ code, which is compiled once per machine. Without a compiler, or for models that it does
-    not support (adapters, fp8, quantized KV caches), PyTorch is used."""
+    """On a CPU, decode with C++ code, which is compiled once per machine. PyTorch is used without a compiler, and where
+    that code does not apply: adapters, fp8 weights, quantized KV caches."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch", "prefill_chunk", "multi_step"):
@@ -109,9 +109,7 @@ class Engine:
             self._graphs = DecodeGraphs(
                 model, self.pool, max_batch=self.config.max_batch, compile_step=self.config.compile
             )
-        self.runner = ModelRunner(
-            model, self.pool, self._graphs, self._selection, cpu_kernels=self.config.cpu_kernels
-        )
+        self.runner = ModelRunner(model, self.pool, self._graphs, self._selection, cpu_kernels=self.config.cpu_kernels)
         self._scheduler = Scheduler(
             self.pool,
             max_batch=self.config.max_batch,

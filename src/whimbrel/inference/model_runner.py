@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whimbrel.inference.adapters import AdapterSelection
 from whimbrel.inference.block_manager import BlockTable
-from whimbrel.inference.cpu_decoder import MAX_ROWS, CpuDecoder, create_decoder
+from whimbrel.inference.cpu_decoder import CpuDecoder, create_decoder
 from whimbrel.inference.paged_cache import BlockPool, ContiguousCache, PagedBatch
 from whimbrel.models import GPT, KVCache
 
@@ -40,8 +40,8 @@ class Chunk(NamedTuple):
 class ModelRunner:
     """Runs the model over chunks of sequences: `decode` for one token each, `prefill` for several.
 
-    Without `graphs` the model runs eagerly, or on a CPU a few tokens at a time with `CpuDecoder`. Layers that the caller
-    compiled for training run eagerly too, since every new length would be compiled again.
+    Without `graphs` the model runs eagerly, or on a CPU, for a few tokens at a time, in a `CpuDecoder`. Layers that the
+    caller compiled for training run eagerly too, since every new length would be compiled again.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class ModelRunner:
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
         """Process several tokens of each sequence; the logits (offsets, vocabulary) after the tokens at `offsets`."""
-        if sum(len(chunk.tokens) for chunk in chunks) <= MAX_ROWS and (decoder := self._decoder()) is not None:
+        decoder = self._decoder()
+        if decoder is not None and sum(len(chunk.tokens) for chunk in chunks) <= decoder.max_tokens:
             return decoder.run(chunks, offsets)
         tokens, cache = self._inputs(chunks)
         with _run_eagerly() if self._has_compiled_layers else nullcontext():
