@@ -124,10 +124,12 @@ class Engine:
     def warm_up(self) -> None:
         """Compile the decode step and capture its CUDA graphs ahead of the first request.
 
-        Takes seconds (CUDA graphs) to minutes (a large model with `compile`); does nothing without either.
+        Takes seconds (CUDA graphs, C++ code on a CPU) to minutes (a large model with `compile`).
         """
         if self._graphs is not None:
             self._graphs.warm_up()
+        else:
+            self.runner.warm_up()
 
     @property
     def busy(self) -> bool:

@@ -72,6 +72,10 @@ class ModelRunner:
             logits: Tensor = self._model(tokens, cache=cache).logits
         return logits[:, -1]
 
+    def warm_up(self) -> None:
+        """Compile the C++ code of a CPU, if this model can use it."""
+        self._decoder()
+
     def _decoder(self) -> CpuDecoder | None:
         """The decoder of the CPU, created at the first use and whenever parameters were replaced."""
         if self._cpu_decoder is not None and self._cpu_decoder.is_current:
