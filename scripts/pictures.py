@@ -4,7 +4,7 @@
     python scripts/pictures.py watch chat      # after an earlier run in the same --work directory
 
 recording: a folder of text, `whimbrel quickstart` and `whimbrel generate` in a terminal (quickstart.svg)
-watch: the page of runs, while a second run trains (watch.png, watch-phone.png)
+watch: the runs page, while a second run trains (watch.png, watch-phone.png)
 complete, chat: the chat page with that model, and with a chat model (complete.png, chat.png, chat-phone.png)
 plot: the curves of the two runs (plot.png)
 

@@ -37,9 +37,9 @@ __all__ = ["quickstart"]
 PREPARE_SHARE = 0.1
 """Maximum share of the time for tokenizing."""
 ENCODED_BYTES_PER_SECOND = 1_000_000
-"""Text that one core tokenizes in a second, a low estimate."""
+"""Low estimate of how much text one core tokenizes per second."""
 BYTES_PER_TOKEN = 3
-"""Low estimate for the vocabularies that are chosen here."""
+"""Low estimate for the vocabulary sizes chosen here."""
 TOKENIZER_BYTES = 32_000_000
 """Text to train a tokenizer on; more hardly changes the vocabulary."""
 VAL_SHARE, MIN_VAL_TOKENS, MAX_VAL_TOKENS = 0.05, 1100, 20_000
@@ -49,7 +49,7 @@ MEASURE_SHARE, MIN_MEASURE_SECONDS, MAX_MEASURE_SECONDS = 0.02, 0.2, 10.0
 WARMUP_STEPS = 3
 """Steps before a measurement: the first ones allocate memory and start threads."""
 CLOSING_SECONDS = 5.0
-"""For the start of training, the last checkpoint, and the evaluation and sample at the end."""
+"""Reserved for starting training, the last checkpoint, and the final evaluation and sample."""
 SPEED_MARGIN = 0.93
 """Expected speed of the run relative to the measurement: over minutes, other programs and heat slow a machine down."""
 COMPILE_MINUTES = 30.0
@@ -159,12 +159,12 @@ class _Job:
         return self.seconds - (time.monotonic() - self.start)
 
     def config_exists(self) -> bool:
-        """Whether this command has written its config; raises if another one has, or a run is in the way."""
+        """Whether this command has written its config; raises if another command did, or if the directory has a run."""
         from whimbrel.base.errors import ConfigError
 
         if not self.config_file.exists():
             if (self.run / "config.toml").exists():
-                raise ConfigError(f"{self.run} has a run that quickstart did not start: choose another --out-dir")
+                raise ConfigError(f"{self.run} contains a run that quickstart did not start: choose another --out-dir")
             return False
         with self.config_file.open(encoding="utf-8", errors="replace") as file:
             written_by = file.readline().removeprefix("# Written by: ").strip()
@@ -177,7 +177,7 @@ class _Job:
         return True
 
     def write_config(self) -> None:
-        """Prepare the text, choose the run, and write its config."""
+        """Prepare the text, choose the model and its training steps, and write the config."""
         from whimbrel.base.files import atomic_file
         from whimbrel.train.sizing import config_text
 
@@ -209,7 +209,7 @@ class _Job:
         if size < MIN_TEXT_BYTES:
             raise DataError(f"expected at least {MIN_TEXT_BYTES // 1000} kB of text, got {_megabytes(size)}: add more")
         print(f"Text: {_count(len(sources), 'source')}, about {_megabytes(size)}", flush=True)
-        if (self.data / "tokenizer.json").exists():  # of an interrupted call
+        if (self.data / "tokenizer.json").exists():  # left by an interrupted run of this command
             loaded = load_tokenizer(str(self.data))
         elif self.tokenizer is not None:
             loaded = load_tokenizer(self.tokenizer)
@@ -259,7 +259,7 @@ class _Job:
         return train_tokenizer(texts(), vocab_size)
 
     def _choose(self, manifest: Manifest) -> tuple[Plan, list[Measurement]]:
-        """The run, and the measured speeds, that of the chosen depth first."""
+        """The plan, and the measured speeds, starting with the chosen depth."""
         from whimbrel.train.device import choose_device
         from whimbrel.train.sizing import DEPTHS, choose_depth, choose_plan
 
@@ -331,7 +331,7 @@ class _Job:
             yield "Longer than --minutes: there is not enough time for this text and machine"
 
     def _commands(self, manifest: Manifest) -> Iterator[str]:
-        """The commands that do the same one by one."""
+        """The equivalent separate commands."""
         settings, vocab_size = manifest.settings, manifest.tokenizer.vocab_size
         reading = {"--text-key": settings.text_key, "--separator": settings.separator, "--encoding": settings.encoding}
         defaults = {"--text-key": "text", "--separator": None, "--encoding": "utf-8"}
@@ -351,7 +351,7 @@ class _Job:
 
 
 class _SpeedTimer(TrainerCallback):
-    """Stops training after a time window, which starts after some warm-up steps, and computes the speed in it."""
+    """Measures the speed in a time window after a few warm-up steps, then stops training."""
 
     def __init__(self, seconds: float, tokens_per_step: int) -> None:
         self._seconds, self._tokens_per_step = seconds, tokens_per_step
@@ -359,7 +359,7 @@ class _SpeedTimer(TrainerCallback):
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of the median step, which single slow steps do not affect."""
+        """Speed of the median step, so that a few slow steps do not matter."""
         return self._tokens_per_step / statistics.median(end - start for start, end in itertools.pairwise(self._times))
 
     def on_step_end(self, **event: Any) -> None:

@@ -1,5 +1,5 @@
-// Forward pass of a decoder on a CPU for a few tokens: the decode step, and short prompts. Compiled for this machine by
-// cpu_decoder.py, which fills the structs below; they must have the same layout there.
+// CPU forward pass for a few tokens: the decode step and short prompts. Compiled for this machine by cpu_decoder.py,
+// which fills in the structs below; their layout must match the ctypes definitions there.
 //
 // Decoding reads every weight once for a handful of tokens, so it is limited by memory bandwidth. Weights are read in
 // the format they are stored in (fp32, bf16, fp16, int8, int4) and converted in registers; activations are fp32. Each
@@ -38,7 +38,7 @@ typedef _Float16 Halves __attribute__((vector_size(32)));
 enum Kind : int32_t { FP32, BF16, FP16, INT8, INT4 };
 enum Activation : int32_t { GELU, GELU_TANH, SILU, RELU2 };
 
-struct Vector {  // of floats; data is null if it does not exist
+struct Vector {  // floating-point values; data is null if the model has no such vector
     const void* data;
     int64_t kind;
 };
@@ -57,7 +57,7 @@ struct Norm {
 
 struct Layer {
     Norm attention_norm, mlp_norm;
-    Vector query_norm, key_norm;  // weights of the norms of heads
+    Vector query_norm, key_norm;  // QK-norm weights
     Matrix qkv, out, fc, proj;
     Vector skip;                  // the weights of x and x0, see GPTConfig.embedding_skip
     void *keys, *values;          // (blocks, block size, kv heads, head size)
@@ -112,7 +112,7 @@ inline float to_float(uint16_t bits) {  // bf16
     return x;
 }
 
-inline uint16_t to_bf16(float x) {  // to nearest even, as torch
+inline uint16_t to_bf16(float x) {  // round to nearest even, like torch
     uint32_t word;
     std::memcpy(&word, &x, sizeof word);
     if (x != x) return 0x7fc0;
@@ -140,7 +140,7 @@ inline T read(const void* data) {  // unaligned
     return value;
 }
 
-// Copy `count` of SIZE bytes, followed by zeros.
+// Copy `count` of SIZE bytes and zero the rest.
 template <int SIZE>
 inline void copy_padded(char* target, const void* data, int64_t count) {
 #if defined(__AVX512BW__)
@@ -213,11 +213,11 @@ inline int64_t place(int32_t kind, int64_t i) {
 inline int64_t padded(int64_t columns) { return (columns + BLOCK - 1) / BLOCK * BLOCK; }
 
 inline int64_t row_bytes(const Matrix& m) {
-    const int64_t sizes[] = {8, 4, 4, 2, 1};  // halves of a byte
+    const int64_t sizes[] = {8, 4, 4, 2, 1};  // in half-bytes
     return m.columns * sizes[m.kind] / 2;
 }
 
-struct Rows {  // of one matrix: their weights, what to prefetch meanwhile, and their numbers
+struct Rows {  // rows of one matrix: their weights, the addresses to prefetch, and their indices
     const char *data[ROWS], *prefetch[ROWS];
     int64_t index[ROWS];
 };
@@ -353,7 +353,7 @@ struct Range {
     int64_t begin, end;
 };
 
-// The share of a thread, in multiples of `multiple`.
+// The range assigned to a thread, in multiples of `multiple`.
 inline Range share(int64_t count, int thread, int threads, int64_t multiple = 1) {
     const int64_t units = (count + multiple - 1) / multiple;
     const int64_t begin = units * thread / threads * multiple, end = units * (thread + 1) / threads * multiple;
@@ -365,7 +365,7 @@ inline const char* row_data(const Matrix& m, int64_t row) { return static_cast<c
 // Calls `use(row, b, value)` for each row of the range and each of the activations. `next` is what is read afterwards.
 template <typename Use>
 inline void product(const Matrix& m, Range range, const float* x, int64_t batch, float (*y)[ROWS], const char* next, Use use) {
-    // The hardware prefetches poorly from several short rows at a time, so rows are prefetched some time ahead.
+    // The hardware prefetches poorly from several short rows at a time, so rows are prefetched well ahead of use.
     const int64_t bytes = row_bytes(m), ahead = (PREFETCH_BYTES / (ROWS * bytes) + 1) * ROWS;
     for (int64_t row = range.begin; row < range.end; row += ROWS) {
         Rows rows;
@@ -677,7 +677,7 @@ class Decoder {
         else attend_cached<KIND, 0>(layer, qkv_width, items, s);
     }
 
-    // Call `use(i, offset)` for the cached tokens of a row at positions start + i, with the offset of a head in the cache.
+    // Call `use(i, offset)` for each cached token of a row, at position start + i, with the head's offset in the cache.
     template <typename Use>
     void for_each_cached(int64_t b, int64_t start, int64_t count, int64_t head, Use use) const {
         const int64_t stride = int64_t(m_.kv_heads) * m_.head_size;

@@ -1,7 +1,7 @@
-"""Decoding on a CPU with `cpu_decoder.cpp`, which the C++ compiler of the machine compiles once.
+"""Decoding on a CPU with `cpu_decoder.cpp`, which is compiled once with the machine's C++ compiler.
 
 PyTorch launches hundreds of small operations per token and has no fast matrix-vector products for most formats; here
-the complete forward pass is one call.
+the entire forward pass is one call.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODE_KINDS = {"int8": 3, "int4": 4}
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 INT4_GROUPS = (32, 64, 128)
-"""Group sizes of int4 weights that fit into the blocks of the kernel."""
+"""int4 group sizes that divide the kernel's block of columns."""
 MODULES = (GPT, nn.Embedding, nn.Linear, Block, Attention, MLP, Norm)
 MAX_TOKENS = (64, 16, 2**31, 16, 64)
-"""Tokens up to which a prompt is read faster here than by PyTorch, by kind of weight. Measured with SmolLM2 135M on a
-CPU with bf16 instructions; PyTorch multiplies fp16 slowly on any CPU."""
+"""Longest prompt that is prefilled faster here than in PyTorch, by kind of weight. Measured with SmolLM2 135M on a
+CPU with bf16 instructions; PyTorch's fp16 matmuls are slow on any CPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ class _Model(ctypes.Structure):
 
 
 class CpuDecoder:
-    """Runs a model on sequences of a block pool, a few tokens at a time.
+    """Runs a model on sequences in a block pool, a few tokens at a time.
 
-    It reads parameters where they are, so changes in place are seen; `is_current` is False once one was replaced.
+    Parameters are read in place, so in-place updates take effect; `is_current` is False once one has been replaced.
     """
 
     def __init__(self, model: GPT, pool: BlockPool, library: ctypes.CDLL) -> None:
@@ -105,21 +105,21 @@ class CpuDecoder:
         self._parameters = list(_parameters(model))
         description, self._referenced = _describe(model, pool)
         self.max_tokens = MAX_TOKENS[_matrix(next(iter(model.blocks)).attn.c_attn.weight).kind]
-        """Tokens up to which a prompt is read faster here than by PyTorch."""
+        """Longest prompt that is prefilled faster here than in PyTorch."""
         decoder = library.whimbrel_create(ctypes.byref(description), torch.get_num_threads())
         self._decoder = ctypes.c_void_p(decoder)
         weakref.finalize(self, library.whimbrel_destroy, self._decoder)
 
     @property
     def is_current(self) -> bool:
-        """Whether all parameters are still where they were."""
+        """Whether all parameters are still the same objects at the same addresses."""
         return all(
             owner[name] is parameter and pointers == _pointers(parameter)
             for owner, name, parameter, pointers in self._parameters
         )
 
     def run(self, chunks: Sequence[tuple[BlockTable, list[int]]], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Process the next tokens of each sequence; the fp32 logits (offsets, vocabulary) after those at `offsets`."""
+        """Process the next tokens of each sequence; return fp32 logits (offsets, vocabulary) for those at `offsets`."""
         counts = [len(tokens) for _, tokens in chunks]
         width = max(len(table.blocks) for table, _ in chunks)
         tokens = np.concatenate([np.asarray(new, dtype=np.int32) for _, new in chunks])
@@ -181,7 +181,7 @@ def _unsupported_parameter(parameter: Tensor) -> str | None:
 
 
 def _parameters(model: GPT) -> Iterator[tuple[dict[str, Any], str, Tensor, tuple[int, ...]]]:
-    """Each parameter: the dict of its module, its name there, itself, and the addresses of its data."""
+    """For each parameter: its module's parameter dict, its key there, the tensor, and its data pointers."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -195,7 +195,7 @@ def _pointers(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _describe(model: GPT, pool: BlockPool) -> tuple[_Model, list[Any]]:
-    """The structs of a model, and the objects that they point to."""
+    """The structs that describe a model, and the objects they point to."""
     config = model.config
     parts = cast("dict[str, Any]", model.transformer)
     blocks = cast("list[Block]", list(model.blocks))
@@ -272,7 +272,7 @@ def _matrix(weight: Tensor, bias: Tensor | None = None) -> _Matrix:
 
 @cache
 def _load_library() -> ctypes.CDLL | None:
-    """The compiled code, from a cache on disk; None without a compiler."""
+    """The compiled library, cached on disk; None without a compiler."""
     source = SOURCE.read_bytes()
     key = hashlib.sha256(repr((source, FLAGS, platform.machine(), _cpu_features())).encode()).hexdigest()[:16]
     path = _cache_directory() / f"cpu-decoder-{key}.so"
@@ -314,7 +314,7 @@ def _cache_directory() -> Path:
 
 
 def _cpu_features() -> str:
-    """The instruction sets of this machine: a cache directory may be shared by several."""
+    """The instruction sets of this machine, as several machines may share a cache directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux

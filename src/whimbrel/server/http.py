@@ -89,7 +89,7 @@ def server_url(sock: socket.socket) -> str:
 
 
 class App(Protocol):
-    """What a `Server` serves: the model API, or the page of runs."""
+    """What a `Server` serves: the model API, or the runs page."""
 
     app: FastAPI
     config: ServeConfig

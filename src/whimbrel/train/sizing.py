@@ -43,7 +43,7 @@ FORWARD_SHARE = 1 / 3
 LEARNING_RATE, EMBEDDING_LR, HEAD_LR = 0.04, 0.3, 0.01
 
 # The scaling law, in nats per token: E + A / N^0.34 + B / D^0.34 + overfitting, where N is the number of parameters in
-# the blocks and D that of training tokens; E depends on the text and is left out, as only differences matter here.
+# the blocks and D the number of training tokens; E depends on the text and is omitted, as only differences matter.
 # Equal exponents near those of Hoffmann et al. (2022) make a fixed number of tokens per parameter optimal; A / B sets
 # it to their 20. B is fitted to runs on tinyshakespeare: 3 times as many tokens lower the loss of depth 2 by 0.39.
 EXPONENT = 0.34
@@ -53,7 +53,7 @@ REPEATED_EPOCHS = 15.0
 """Repeated tokens are worth less than new ones: U tokens seen for 1 + r epochs count as U (1 + R (1 - exp(-r / R)))
 tokens. R = 15 is the value of Muennighoff et al. (2023) for web text."""
 OVERFITTING = 0.01
-"""Increase of the loss per repeated epoch and per parameter for each unique token: a model with many more parameters
+"""Loss increase per repeated epoch, times the number of parameters per unique token: a model with many more parameters
 than tokens memorizes the text, and its held-out loss increases again. Measured with depth 2 on 40 kB of text (22
 parameters per token): the loss is lowest after 3 to 4 epochs, then increases by 0.2 per epoch."""
 
@@ -68,7 +68,7 @@ def choose_vocab_size(text_bytes: int) -> int:
 
 
 def model_of_depth(depth: int, vocab_size: int) -> GPTConfig:
-    """The Llama-shaped model of a depth, with 64 units of width and one head per layer."""
+    """The Llama-shaped model for a depth, with 64 units of width and one head per layer."""
     if not 1 <= depth <= MAX_DEPTH:
         raise ConfigError(f"expected --depth from 1 to {MAX_DEPTH}, got {depth}")
     width = HEAD_SIZE * depth
@@ -91,7 +91,7 @@ def model_of_depth(depth: int, vocab_size: int) -> GPTConfig:
 
 
 def block_parameters(model: GPTConfig) -> int:
-    """Number of parameters in the blocks, without embedding and head."""
+    """Number of parameters in the blocks, excluding embedding and head."""
     return model.matrix_parameters - 2 * model.vocab_size * model.embd_size
 
 
@@ -157,7 +157,7 @@ class Plan:
 
 
 def choose_plan(measured: Measurement, vocab_size: int, *, train_tokens: int, val_tokens: int, seconds: float) -> Plan:
-    """The run of the measured depth that takes `seconds`, or less if the text does not suffice for more."""
+    """A run at the measured depth that takes `seconds`, or less if there is too little text to train longer."""
     model, batch, speed = (
         model_of_depth(measured.depth, vocab_size),
         measured.tokens_per_step,
@@ -190,12 +190,12 @@ def choose_depth(
     flops: float,
     depths: Sequence[int] = DEPTHS,
 ) -> list[Measurement]:
-    """All measurements, that of the depth with the lowest predicted loss after `seconds` first.
+    """All measurements, starting with the depth that has the lowest predicted loss after `seconds`.
 
     `measure(depth, tokens_per_step)` returns tokens per second; `flops`, a guess of the device's speed, only decides
     which depth is measured first. The speed of other depths is extrapolated from the nearest measured one. Small models
-    use a device less well than large ones, so this underestimates larger ones: the search ends once the next larger
-    depth is measured too.
+    use a device less efficiently than large ones, so this underestimates larger ones: the search ends once the next
+    larger depth is measured too.
     """
     measured: dict[int, Measurement] = {}
 
@@ -238,7 +238,7 @@ embd_size = {model.embd_size}
 num_heads = {model.num_heads}
 mlp_size = {model.mlp_size}
 context_length = {model.context_length}
-vocab_size = {model.vocab_size}  # that of the tokenizer
+vocab_size = {model.vocab_size}  # same as the tokenizer's
 norm = "rms"
 position = "rope"
 activation = "silu"

@@ -152,9 +152,9 @@ function showWelcome() {
 
 function introduction(chat, hasTemplate) {
   if (chat && hasTemplate) return "Ask a question, or start from an example.";
-  if (chat) return "This is a base model without a chat template. It sees a plain “User: … Assistant:” text and may not answer; Complete suits it better.";
-  if (hasTemplate) return "The model continues the text that you give it, without its chat template.";
-  return "This is a base model: it continues the text that you give it.";
+  if (chat) return "This is a base model without a chat template. It sees a plain “User: … Assistant:” transcript and may not answer; Complete mode works better.";
+  if (hasTemplate) return "The model continues the text you give it, without its chat template.";
+  return "This is a base model: it continues the text you give it.";
 }
 
 function showMeter() {
@@ -242,7 +242,7 @@ async function streamInto(entry, prompts, options) {
   content.classList.add("waiting");
   const before = entry.content.length;
   let [chunks, first, last, usage, finish, drawn] = [0, 0, 0, null, null, true];
-  // Tokens per second after the first one; of an answer that arrives at once, since the request.
+  // Tokens per second after the first token; for an answer that arrives all at once, since the request.
   const speed = (tokens) => (last > first && tokens > 1 ? ((tokens - 1) * 1000) / (last - first) : (tokens * 1000) / (last - sent));
   const draw = () => {
     drawn = true;
