@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from whimbrel.base.errors import WriteError
 from whimbrel.base.files import atomic_file
 from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.paged_cache import BlockPool
@@ -272,17 +273,18 @@ def _matrix(weight: Tensor, bias: Tensor | None = None) -> _Matrix:
 
 @cache
 def _load_library() -> ctypes.CDLL | None:
-    """The compiled library, cached on disk; None without a compiler."""
+    """The compiled code, from a cache on disk; None if it cannot be compiled or loaded."""
     source = SOURCE.read_bytes()
     key = hashlib.sha256(repr((source, FLAGS, platform.machine(), _cpu_features())).encode()).hexdigest()[:16]
-    path = _cache_directory() / f"cpu-decoder-{key}.so"
-    if not path.exists():
-        compiler = find_compiler()
-        if compiler is None:
-            return None
-        logger.info("Compiling the CPU decoder (once)")
-        if not _compile(compiler, path):
-            return None
+    try:
+        path = _cache_directory() / f"cpu-decoder-{key}.so"
+        return _open_library(path) if path.exists() else _compile(path)
+    except (OSError, RuntimeError) as error:  # for example no home directory, or one whose files cannot be executed
+        logger.warning("Decoding with PyTorch, which is slower: cannot load the CPU decoder: %s", error)
+        return None
+
+
+def _open_library(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.whimbrel_create.argtypes, library.whimbrel_create.restype = (pointer, ctypes.c_int32), pointer
@@ -292,25 +294,31 @@ def _load_library() -> ctypes.CDLL | None:
     return library
 
 
-def _compile(compiler: str, path: Path) -> bool:
-    """Compile the source to `path`; False, with a warning, if the compiler fails."""
+def _compile(path: Path) -> ctypes.CDLL | None:
+    """Compile the source, store the result as `path` and load it; None without a working compiler."""
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    logger.info("Compiling the CPU decoder (once)")
     with tempfile.TemporaryDirectory(prefix="whimbrel-") as folder:
         target = Path(folder) / path.name
-        done = subprocess.run(
-            [compiler, *FLAGS, "-o", str(target), str(SOURCE)], capture_output=True, text=True, check=False
-        )
+        command = [compiler, *FLAGS, "-o", str(target), str(SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
             logger.warning("Decoding with PyTorch, which is slower: %s cannot compile the decoder: %s", compiler, error)
-            return False
-        with atomic_file(path) as file:
-            file.write(target.read_bytes())
-    return True
+            return None
+        try:
+            with atomic_file(path) as file:
+                file.write(target.read_bytes())
+        except WriteError as error:
+            logger.warning("The CPU decoder is compiled again in every process: %s", error)
+        return _open_library(target)
 
 
 def _cache_directory() -> Path:
     """`$XDG_CACHE_HOME/whimbrel`, by default in `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whimbrel"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "whimbrel"
 
 
 def _cpu_features() -> str:

@@ -245,3 +245,28 @@ def test_code_is_compiled_once_and_cached(empty_cache: Path, monkeypatch: pytest
     monkeypatch.setattr(cpu_decoder, "find_compiler", lambda: None)  # no longer needed
     assert create_decoder(model, block_pool(model)) is not None
     assert list(empty_cache.iterdir()) == [file]
+
+
+def test_a_cache_that_cannot_be_written_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "whimbrel").write_text("a file where the directory would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_decoder._load_library.cache_clear()
+    model = random_model("gpt2")
+    with caplog.at_level(logging.WARNING):
+        assert create_decoder(model, block_pool(model)) is not None
+    cpu_decoder._load_library.cache_clear()
+    assert "compiled again" in caplog.text
+
+
+def test_a_damaged_library_is_not_used(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model("gpt2")
+    assert create_decoder(model, block_pool(model)) is not None
+    (file,) = empty_cache.iterdir()
+    file.unlink()  # not overwritten: it is loaded in this process
+    file.write_bytes(b"not a library")
+    cpu_decoder._load_library.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert create_decoder(model, block_pool(model)) is None
+    assert "cannot load" in caplog.text
