@@ -12,6 +12,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -385,21 +388,21 @@ inline void product(const Matrix& m, Range range, const float* x, int64_t batch,
 
 class Threads {
   public:
-    explicit Threads(int count) : count_(count) { start(); }
-
-    ~Threads() {
-        if (pid_ == getpid()) {
-            stop_ = true;
-            wake();
-            for (auto& thread : *threads_) thread.join();
-            delete threads_;
-        }
+    // The threads of this process, shared by all decoders. They are never joined: they sleep between runs.
+    static Threads& get(int count) {
+        static std::mutex mutex;
+        static std::map<int, Threads*> all;
+        std::lock_guard lock(mutex);
+        Threads*& threads = all[count];
+        if (!threads) threads = new Threads(count);
+        return *threads;
     }
 
     int count() const { return count_; }
 
     template <typename Job>
     void run(Job&& job) {
+        std::lock_guard lock(mutex_);
         if (pid_ != getpid()) start();  // threads do not survive a fork; the objects of the parent are leaked
         call_ = [](void* data, int thread) { (*static_cast<std::remove_reference_t<Job>*>(data))(thread); };
         data_ = &job;
@@ -421,6 +424,8 @@ class Threads {
     }
 
   private:
+    explicit Threads(int count) : count_(count) { start(); }
+
     static void pause(int spins) {
         if (spins >= SPINS) {
             std::this_thread::yield();
@@ -435,14 +440,19 @@ class Threads {
 
     void start() {
         pid_ = getpid();
+        arrived_ = 0;
         threads_ = new std::vector<std::thread>;
-        for (int thread = 1; thread < count_; thread++) threads_->emplace_back([this, thread, seen = job_.load()] {
-            work(thread, seen);
-        });
+        for (int thread = 1; thread < count_; thread++) {
+            try {
+                threads_->emplace_back([this, thread, seen = job_.load()] { work(thread, seen); });
+            } catch (const std::system_error&) {  // too many threads in the system: use those that there are
+                count_ = thread;
+            }
+        }
     }
 
     void wake() {
-        job_.fetch_add(1, std::memory_order_release);
+        job_.fetch_add(1);
         job_.notify_all();
     }
 
@@ -450,18 +460,17 @@ class Threads {
         for (;; seen++) {
             for (int spins = 0; spins < SPINS && job_.load(std::memory_order_acquire) == seen; spins++) pause(0);
             job_.wait(seen, std::memory_order_acquire);
-            if (stop_) return;
             call_(data_, thread);
             barrier();
         }
     }
 
-    const int count_;
+    int count_;
+    std::mutex mutex_;
     pid_t pid_ = 0;
     std::vector<std::thread>* threads_ = nullptr;
     void (*call_)(void*, int) = nullptr;
     void* data_ = nullptr;
-    std::atomic<bool> stop_{false};
     std::atomic<uint32_t> job_{0}, phase_{0};
     std::atomic<int> arrived_{0};
 };
@@ -493,7 +502,7 @@ inline void activate(int32_t kind, float* x, int64_t count) {  // count is a mul
             Floats u = 0.7978845608f * (v + 0.044715f * v * v * v);
             v = v - v / (1.0f + exponential(2.0f * u));  // v (1 + tanh u) / 2
         } else if (kind == RELU2) {
-            v = v < 0.0f ? v * 0.0f : v * v;
+            v = v < 0.0f ? splat(0.0f) : v * v;
         } else {
             for (int j = 0; j < LANES; j++) v[j] *= 0.5f * (1.0f + std::erf(v[j] * 0.7071067812f));
         }
@@ -504,7 +513,7 @@ inline void activate(int32_t kind, float* x, int64_t count) {  // count is a mul
 class Decoder {
   public:
     Decoder(const Model& model, int threads) : m_(model), layers_(model.layers, model.layers + model.num_layers),
-        threads_(threads), scratch_(size_t(threads)) {}
+        threads_(Threads::get(threads)), scratch_(size_t(threads)) {}
 
     // Process one token per row. Rows may be tokens of one sequence, in order of their positions. `tables` has the block
     // table of each row, `table_width` wide. `logits` gets those of the rows in `wanted`, (num_wanted, vocab_size).
@@ -524,7 +533,7 @@ class Decoder {
 
   private:
     struct Scratch {
-        std::vector<float> normed, gates, ups, query, scores;
+        std::vector<float> normed, gates, query, scores;
         std::vector<float> products;
         float (*y(int64_t rows))[ROWS] {
             products.resize(size_t(rows * ROWS));
@@ -777,7 +786,7 @@ class Decoder {
 
     Model m_;
     std::vector<Layer> layers_;
-    Threads threads_;
+    Threads& threads_;
     std::vector<Scratch> scratch_;
     std::vector<float> x_, x0_, qkv_, heads_, hidden_, rotations_;
     int64_t rows_ = 0, table_width_ = 0;

@@ -6,6 +6,7 @@ the entire forward pass is one call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -13,8 +14,9 @@ import os
 import platform
 import subprocess
 import tempfile
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whimbrel.base.errors import WriteError
+from whimbrel.base.errors import ConfigError, DataError, WriteError
 from whimbrel.base.files import atomic_file
 from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.paged_cache import BlockPool
@@ -47,6 +49,7 @@ MAX_TOKENS = (64, 16, 2**31, 16, 64)
 CPU with bf16 instructions; PyTorch's fp16 matmuls are slow on any CPU."""
 
 logger = logging.getLogger(__name__)
+_LOCK = threading.Lock()
 
 
 class _Vector(ctypes.Structure):
@@ -96,28 +99,39 @@ class _Model(ctypes.Structure):
 
 
 class CpuDecoder:
-    """Runs a model on sequences in a block pool, a few tokens at a time.
+    """Runs a model on sequences of a block pool, a few tokens at a time.
 
-    Parameters are read in place, so in-place updates take effect; `is_current` is False once one has been replaced.
+    It reads parameters where they are, so changes in place are seen; `is_current` is False once something was replaced.
     """
 
     def __init__(self, model: GPT, pool: BlockPool, library: ctypes.CDLL) -> None:
         self._model, self._library = model, library
-        self._parameters = list(_parameters(model))
+        self._config, self._num_threads = model.config, torch.get_num_threads()
+        self._modules = [(module._modules, *item) for module in model.modules() for item in module._modules.items()]
+        self._parameters = [
+            (module._parameters, name, parameter, _pointers(parameter))
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+        ]
         description, self._referenced = _describe(model, pool)
         self.max_tokens = MAX_TOKENS[_matrix(next(iter(model.blocks)).attn.c_attn.weight).kind]
-        """Longest prompt that is prefilled faster here than in PyTorch."""
-        decoder = library.whimbrel_create(ctypes.byref(description), torch.get_num_threads())
-        self._decoder = ctypes.c_void_p(decoder)
-        weakref.finalize(self, library.whimbrel_destroy, self._decoder)
+        """Tokens up to which a prompt is read faster here than by PyTorch."""
+        self._decoder = ctypes.c_void_p(library.whimbrel_create(ctypes.byref(description), self._num_threads))
+        finalizer = weakref.finalize(self, library.whimbrel_destroy, self._decoder)
+        finalizer.atexit = False  # a daemon thread may still be running it
 
     @property
     def is_current(self) -> bool:
-        """Whether all parameters are still the same objects at the same addresses."""
-        return all(
-            owner[name] is parameter and pointers == _pointers(parameter)
-            for owner, name, parameter, pointers in self._parameters
-        )
+        """Whether the model has the same modules and parameters as before, and PyTorch as many threads."""
+        if self._model.config is not self._config or torch.get_num_threads() != self._num_threads:
+            return False
+        for owner, name, module in self._modules:
+            if owner.get(name) is not module or (module is not None and _is_overridden(module)):
+                return False
+        for values, name, parameter, pointers in self._parameters:
+            if values.get(name) is not parameter or _pointers(parameter) != pointers:
+                return False
+        return True
 
     def run(self, chunks: Sequence[tuple[BlockTable, list[int]]], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
         """Process the next tokens of each sequence; return fp32 logits (offsets, vocabulary) for those at `offsets`."""
@@ -131,9 +145,18 @@ class CpuDecoder:
         starts = np.cumsum([0, *counts[:-1]])
         for start, (table, new) in zip(starts, chunks, strict=True):
             tables[start : start + len(new), : len(table.blocks)] = table.blocks
+        config = self._config
+        if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+            raise DataError(
+                f"expected token ids from 0 to {config.vocab_size - 1}, got {tokens.min()} to {tokens.max()}"
+            )
+        if positions.max() >= config.context_length:
+            raise ConfigError(
+                f"expected at most context_length = {config.context_length} tokens, got {positions.max() + 1}"
+            )
         rows = [start + offset for start, each in zip(starts, offsets, strict=True) for offset in each]
         wanted = np.array(rows, dtype=np.int32)
-        logits = torch.empty(len(wanted), self._model.config.vocab_size)
+        logits = torch.empty(len(wanted), config.vocab_size, dtype=torch.float32, device="cpu")
         arrays = [array.ctypes.data for array in (tokens, positions, tables)]
         self._library.whimbrel_run(
             self._decoder, len(tokens), *arrays, width, len(wanted), wanted.ctypes.data, logits.data_ptr()
@@ -159,40 +182,42 @@ def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
         return "value_embeddings are not supported"
     for name, module in model.named_modules():
         known = isinstance(module, (nn.ModuleDict, nn.ModuleList)) or type(module) in MODULES
-        if not known or module._forward_hooks or module._forward_pre_hooks:
+        if not known or _is_overridden(module):
             return f"{name} is a {type(module).__name__}, or has hooks"
     for name, parameter in model.named_parameters():
         if (reason := _unsupported_parameter(parameter)) is not None:
             return f"{name}: {reason}"
+    if model.config.position == "learned" and isinstance(model.transformer["wpe"].weight, QuantizedWeight):
+        return "quantized position embeddings are not supported"
     return None
 
 
+def _is_overridden(module: nn.Module) -> bool:
+    """Whether calling a module does more, or something else, than its class does."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__
+
+
 def _unsupported_parameter(parameter: Tensor) -> str | None:
+    if parameter.device.type != "cpu":
+        return f"expected a parameter on the CPU, got {parameter.device}"
     if not isinstance(parameter, QuantizedWeight):
         dense = type(parameter) in (Tensor, nn.Parameter) and parameter.is_contiguous()
         return None if dense and parameter.dtype in KINDS else "expected a contiguous fp32, bf16 or fp16 tensor"
     weight_format = parameter.format
-    if weight_format.activations is not None or weight_format.codes not in CODE_KINDS:
-        return f"{weight_format.name} is not supported"
-    if weight_format.codes == "int4" and weight_format.group_size not in INT4_GROUPS:
-        return f"groups of {weight_format.group_size} are not supported"
-    if parameter.transposed or parameter.dtype not in KINDS:
-        return "expected a weight that is not transposed, with scales in fp32, bf16 or fp16"
+    groups = {"int8": (None,), "int4": INT4_GROUPS}.get(weight_format.codes, ())
+    if weight_format.activations is not None or weight_format.group_size not in groups:
+        return f"{weight_format.name} (groups of {weight_format.group_size}) is not supported"
+    contiguous = parameter.codes.is_contiguous() and parameter.scales.is_contiguous()
+    if parameter.transposed or not contiguous or parameter.dtype not in KINDS:
+        return "expected contiguous codes that are not transposed, with scales in fp32, bf16 or fp16"
     return None
 
 
-def _parameters(model: GPT) -> Iterator[tuple[dict[str, Any], str, Tensor, tuple[int, ...]]]:
-    """For each parameter: its module's parameter dict, its key there, the tensor, and its data pointers."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module._parameters, name, parameter, _pointers(parameter)
-
-
-def _pointers(parameter: Tensor) -> tuple[int, ...]:
+def _pointers(parameter: Tensor | None) -> tuple[Any, ...]:
+    """The addresses of the data of a parameter, and its dtype."""
     if isinstance(parameter, QuantizedWeight):
-        return parameter.codes.data_ptr(), parameter.scales.data_ptr()
-    return (parameter.data_ptr(),)
+        return parameter.codes.data_ptr(), parameter.scales.data_ptr(), parameter.dtype
+    return () if parameter is None else (parameter.data_ptr(), parameter.dtype)
 
 
 def _describe(model: GPT, pool: BlockPool) -> tuple[_Model, list[Any]]:
@@ -224,7 +249,7 @@ def _describe(model: GPT, pool: BlockPool) -> tuple[_Model, list[Any]]:
         frequencies=None if frequencies is None else frequencies.data_ptr(),
         embedding=_matrix(parts["wte"].weight),
         positions=_matrix(parts["wpe"].weight) if "wpe" in parts else _Matrix(),
-        head=_matrix(model.lm_head.weight),
+        head=_matrix(model.lm_head.weight, model.lm_head.bias),
         embedding_norm=_norm(parts["ln_e"]) if "ln_e" in parts else _Norm(),
         final_norm=_norm(parts["ln_f"]),
         layers=ctypes.addressof(layers),
@@ -271,17 +296,32 @@ def _matrix(weight: Tensor, bias: Tensor | None = None) -> _Matrix:
 # Compilation
 
 
-@cache
 def _load_library() -> ctypes.CDLL | None:
     """The compiled code, from a cache on disk; None if it cannot be compiled or loaded."""
-    source = SOURCE.read_bytes()
-    key = hashlib.sha256(repr((source, FLAGS, platform.machine(), _cpu_features())).encode()).hexdigest()[:16]
+    with _LOCK:
+        return _find_library()
+
+
+@cache
+def _find_library() -> ctypes.CDLL | None:
     try:
+        system = platform.machine(), platform.libc_ver(), _cpu_features()
+        key = hashlib.sha256(repr((SOURCE.read_bytes(), FLAGS, *system)).encode()).hexdigest()[:16]
         path = _cache_directory() / f"cpu-decoder-{key}.so"
-        return _open_library(path) if path.exists() else _compile(path)
+        with contextlib.suppress(OSError, AttributeError):  # damaged: compile it again
+            if _is_private(path):
+                return _open_library(path)
+        return _compile(path)
     except (OSError, RuntimeError) as error:  # for example no home directory, or one whose files cannot be executed
         logger.warning("Decoding with PyTorch, which is slower: cannot load the CPU decoder: %s", error)
         return None
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a file exists that nobody else can have written."""
+    return path.exists() and all(
+        status.st_uid == os.getuid() and not status.st_mode & 0o022 for status in (path.stat(), path.parent.stat())
+    )
 
 
 def _open_library(path: Path) -> ctypes.CDLL:
@@ -303,7 +343,7 @@ def _compile(path: Path) -> ctypes.CDLL | None:
     with tempfile.TemporaryDirectory(prefix="whimbrel-") as folder:
         target = Path(folder) / path.name
         command = [compiler, *FLAGS, "-o", str(target), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
             error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
             logger.warning("Decoding with PyTorch, which is slower: %s cannot compile the decoder: %s", compiler, error)
@@ -311,9 +351,12 @@ def _compile(path: Path) -> ctypes.CDLL | None:
         try:
             with atomic_file(path) as file:
                 file.write(target.read_bytes())
+            path.parent.chmod(0o700)
+            path.chmod(0o700)
+            return _open_library(path)
         except WriteError as error:
             logger.warning("The CPU decoder is compiled again in every process: %s", error)
-        return _open_library(target)
+            return _open_library(target)
 
 
 def _cache_directory() -> Path:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -101,9 +102,18 @@ class ModelRunner:
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
         """Process several tokens of each sequence; the logits (offsets, vocabulary) after the tokens at `offsets`."""
-        decoder = self._decoder()
-        if decoder is not None and sum(len(chunk.tokens) for chunk in chunks) <= decoder.max_tokens:
-            return decoder.run(chunks, offsets)
+        if (decoder := self._decoder()) is not None:
+            short = [len(chunk.tokens) <= decoder.max_tokens for chunk in chunks]
+            if all(short):
+                return decoder.run(chunks, offsets)
+            if any(short):  # each sequence runs where it would run alone, so that its output is the same
+                ours = iter(decoder.run(*_select(chunks, offsets, short)))
+                others = iter(self._prefill(*_select(chunks, offsets, [not is_short for is_short in short])))
+                return [next(ours if is_short else others) for is_short in short]
+        return self._prefill(chunks, offsets)
+
+    def _prefill(self, chunks: Sequence[Chunk], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
+        """`prefill` in PyTorch."""
         tokens, cache = self._inputs(chunks)
         with _run_eagerly() if self._has_compiled_layers else nullcontext():
             hidden = self._model.hidden_states(tokens, cache=cache)
@@ -301,6 +311,12 @@ class DecodeGraphs:
                 torch._dynamo.mark_dynamic(tensor, 0)
         if self.table_width(1) < self._max_blocks:
             torch._dynamo.mark_dynamic(tables, 1)
+
+
+def _select(
+    chunks: Sequence[Chunk], offsets: Sequence[Sequence[int]], selected: Sequence[bool]
+) -> tuple[list[Chunk], list[Sequence[int]]]:
+    return list(compress(chunks, selected)), list(compress(offsets, selected))
 
 
 def prefill(model: GPT, ids_BT: Tensor, cache: KVCache) -> Tensor:

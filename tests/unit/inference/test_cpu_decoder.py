@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, cpu_decoder
 from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.cpu_decoder import create_decoder, unsupported_reason
@@ -21,7 +22,7 @@ from whimbrel.inference.model_runner import Chunk, ModelRunner
 from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora
 from whimbrel.ops.compiler import find_compiler
-from whimbrel.precision import dequantize_, quantize_
+from whimbrel.precision import WeightFormat, dequantize_, quantize_
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -177,12 +178,80 @@ def test_it_works_in_a_forked_process() -> None:
     model = random_model("gpt2")
     before, pool = torch.get_num_threads(), block_pool(model)
     torch.set_num_threads(2)
+    try:
+        runner = ModelRunner(model, pool)
+        expected = all_logits(runner, pool, TOKENS[:1])
+        if (child := os.fork()) == 0:
+            status = 2
+            try:
+                status = 0 if torch.equal(all_logits(runner, pool, TOKENS[:1]), expected) else 1
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("tokens", [[301], [-1], [1] * 65])
+def test_invalid_tokens_are_refused(tokens: list[int]) -> None:
+    model = random_model("gpt2")
+    pool = block_pool(model)
+    table = BlockTable(pool)
+    table.reserve(len(tokens))
+    decoder = create_decoder(model, pool)
+    assert decoder is not None
+    with pytest.raises((DataError, ConfigError), match="expected"):
+        decoder.run([(table, tokens)], [[0]])
+
+
+def test_other_default_dtypes_do_not_matter() -> None:
+    model = random_model("gpt2")
+    pool = block_pool(model)
+    expected = all_logits(ModelRunner(model, pool), pool, TOKENS[:1])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(all_logits(ModelRunner(model, pool), pool, TOKENS[:1]), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_modules_that_are_replaced_or_hooked_later_are_seen() -> None:
+    model = random_model("llama")
+    pool = block_pool(model)
     runner = ModelRunner(model, pool)
-    torch.set_num_threads(before)
-    expected = all_logits(runner, pool, TOKENS[:1])
-    if (child := os.fork()) == 0:
-        os._exit(0 if torch.equal(all_logits(runner, pool, TOKENS[:1]), expected) else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    runner.warm_up()
+    assert runner._decoder() is not None
+    handle = model.lm_head.register_forward_hook(lambda *_: None)
+    assert runner._decoder() is None
+    handle.remove()
+    runner = ModelRunner(model, pool)
+    assert runner._decoder() is not None
+    apply_lora(model, LoraConfig())
+    assert runner._decoder() is None
+
+
+def test_a_prompt_runs_where_it_would_run_alone() -> None:
+    model = random_model("llama", torch.bfloat16)
+    pool = block_pool(model, torch.bfloat16)
+    runner = ModelRunner(model, pool)
+    prompts = [TOKENS[0][:3], TOKENS[1][:20], TOKENS[2][:16]]
+
+    def last_logits(selected: list[list[int]]) -> list[Tensor]:
+        tables = [BlockTable(pool) for _ in selected]
+        for table, ids in zip(tables, selected, strict=True):
+            table.reserve(len(ids))
+        chunks = [Chunk(table, ids) for table, ids in zip(tables, selected, strict=True)]
+        found = runner.prefill(chunks, [[len(ids) - 1] for ids in selected])
+        for table in tables:
+            table.release()
+        return found
+
+    alone = [last_logits([ids])[0] for ids in prompts]
+    assert [logits.dtype for logits in alone] == [torch.float32, torch.bfloat16, torch.float32]
+    together = last_logits(prompts)
+    assert torch.equal(together[0], alone[0])
+    assert torch.equal(together[2], alone[2])
+    torch.testing.assert_close(together[1], alone[1])
 
 
 def unsupported_models() -> Iterator[tuple[str, GPT]]:
@@ -195,6 +264,13 @@ def unsupported_models() -> Iterator[tuple[str, GPT]]:
     hooked = random_model("llama")
     next(iter(hooked.blocks)).attn.register_forward_hook(lambda *_: None)
     yield "hooks", hooked
+    overridden = random_model("llama")
+    overridden.lm_head.forward = lambda x: x  # type: ignore[method-assign]
+    yield "lm_head", overridden
+    grouped = random_model("llama")
+    quantize_(grouped, WeightFormat("grouped", "int8", group_size=32))
+    yield "groups of 32", grouped
+    yield "meta", random_model("llama").to("meta")
     yield "contiguous", random_model("llama").double()
 
 
@@ -212,9 +288,9 @@ def test_other_models_run_in_pytorch() -> None:
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """No compiled code, in memory or on disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_decoder._load_library.cache_clear()
+    cpu_decoder._find_library.cache_clear()
     yield tmp_path / "whimbrel"
-    cpu_decoder._load_library.cache_clear()
+    cpu_decoder._find_library.cache_clear()
 
 
 def test_without_a_compiler_pytorch_is_used(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +317,7 @@ def test_code_is_compiled_once_and_cached(empty_cache: Path, monkeypatch: pytest
     model = random_model("gpt2")
     assert create_decoder(model, block_pool(model)) is not None
     (file,) = empty_cache.iterdir()
-    cpu_decoder._load_library.cache_clear()
+    cpu_decoder._find_library.cache_clear()
     monkeypatch.setattr(cpu_decoder, "find_compiler", lambda: None)  # no longer needed
     assert create_decoder(model, block_pool(model)) is not None
     assert list(empty_cache.iterdir()) == [file]
@@ -252,21 +328,33 @@ def test_a_cache_that_cannot_be_written_is_reported(
 ) -> None:
     (tmp_path / "whimbrel").write_text("a file where the directory would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_decoder._load_library.cache_clear()
+    cpu_decoder._find_library.cache_clear()
     model = random_model("gpt2")
     with caplog.at_level(logging.WARNING):
         assert create_decoder(model, block_pool(model)) is not None
-    cpu_decoder._load_library.cache_clear()
+    cpu_decoder._find_library.cache_clear()
     assert "compiled again" in caplog.text
 
 
-def test_a_damaged_library_is_not_used(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_library_is_compiled_again(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = random_model("gpt2")
     assert create_decoder(model, block_pool(model)) is not None
     (file,) = empty_cache.iterdir()
-    file.unlink()  # not overwritten: it is loaded in this process
-    file.write_bytes(b"not a library")
-    cpu_decoder._load_library.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        assert create_decoder(model, block_pool(model)) is None
-    assert "cannot load" in caplog.text
+    damaged = tmp_path / "other" / "whimbrel" / file.name  # another path: this process has loaded the first one
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"not a library")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    cpu_decoder._find_library.cache_clear()
+    assert create_decoder(model, block_pool(model)) is not None
+    assert damaged.stat().st_size > 1000
+
+
+def test_a_library_that_others_can_write_is_not_loaded(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("gpt2")
+    assert create_decoder(model, block_pool(model)) is not None
+    empty_cache.chmod(0o777)
+    cpu_decoder._find_library.cache_clear()
+    monkeypatch.setattr(cpu_decoder, "find_compiler", lambda: None)
+    assert create_decoder(model, block_pool(model)) is None
