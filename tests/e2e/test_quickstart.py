@@ -133,3 +133,14 @@ def test_runs_of_other_commands_are_left_alone(texts: Path, capsys: pytest.Captu
     Path("runs/small/config.toml").write_text("")
     assert whimbrel(*COMMAND) == 2
     assert "choose another --out-dir" in capsys.readouterr().err
+
+
+def test_changed_text_is_refused(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whimbrel(*COMMAND) == 0
+    more = texts / "more.txt"
+    more.write_text("One more file.\n" * 10)
+    assert whimbrel(*COMMAND) == 2
+    assert "the text has changed" in capsys.readouterr().err
+    more.unlink()
+    assert whimbrel(*COMMAND) == 0
+    assert "Resuming runs/small" in capsys.readouterr().out

@@ -68,6 +68,8 @@ def generate(
     prompt = encode_prompt(opened.tokenizer, text, parse_special=parse_special, bos_id=bos_id).ids
     sampling, limit = options.sampling_params(opened.generation_config)
     llm = options.load_llm(opened, max_batch=max(n, num_beams or 1))
+    if num_beams is None and len(prompt) >= (context := llm.engine.context_length):
+        typer.echo(f"The prompt has {len(prompt):,} tokens and the context {context:,}: only its end is used", err=True)
     stops, seed = options.stop or (), options.seed
     texts: Iterable[Iterable[str]]
     if num_beams is not None:

@@ -161,6 +161,7 @@ class _Job:
     def config_exists(self) -> bool:
         """Whether this command has written its config; raises if another command did, or if the directory has a run."""
         from whimbrel.base.errors import ConfigError
+        from whimbrel.checkpoint.manifest import step_directories
 
         if not self.config_file.exists():
             if (self.run / "config.toml").exists():
@@ -173,8 +174,28 @@ class _Job:
                 f"{self.config_file} is from another command ({written_by}): run that to resume, or choose another "
                 "--out-dir"
             )
-        print(f"Resuming {self.run} with {self.config_file}", flush=True)
+        self._check_text()
+        started = "Resuming" if step_directories(self.run) else "Starting"
+        print(f"{started} {self.run} with {self.config_file}", flush=True)
         return True
+
+    def _check_text(self) -> None:
+        """Raise if the text is not what the shards were made from. Without it, the shards suffice."""
+        from whimbrel.base.errors import ConfigError, DataError
+        from whimbrel.data.manifest import read_manifest
+        from whimbrel.data.sources import resolve_sources
+
+        manifest = read_manifest(self.data)
+        try:
+            current = {source.record("train") for source in resolve_sources(self.source)}
+        except DataError:  # moved or deleted since
+            return
+        if manifest is not None and (before := set(manifest.sources)) != current:
+            counts = f"{_count(len(before), 'source')} then, {_count(len(current), 'source')} now"
+            raise ConfigError(
+                f"the text has changed since {self.config_file} was written ({counts}): choose another --out-dir to "
+                "train on it"
+            )
 
     def write_config(self) -> None:
         """Prepare the text, choose the model and its training steps, and write the config."""

@@ -228,6 +228,7 @@ def config_text(plan: Plan, *, output_dir: Path, data: Path, device_settings: Ma
     """
     model, warmup = plan.model, max(MIN_STEPS // 2, round(0.02 * plan.steps))
     comment = "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines())
+    checkpoint_minutes = round(min(max(plan.seconds / 600, 0.5), 10.0), 1)
     settings = "".join(f"{name} = {value}\n" for name, value in device_settings.items())
     return f"""{comment}
 output_dir = {json.dumps(str(output_dir), ensure_ascii=False)}  # an existing run there is resumed
@@ -271,6 +272,9 @@ scalar_lr = 0.01
 name = "wsd"  # warm up, stay constant, decay
 warmup_steps = {min(warmup, plan.steps // 2)}
 cooldown = 0.6  # decay during the last 60% of the steps
+
+[checkpoint]
+every_minutes = {checkpoint_minutes:g}  # what a crash can cost
 
 [validation]
 every = {-(-plan.steps // plan.validations)}

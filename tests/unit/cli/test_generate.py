@@ -43,6 +43,13 @@ def test_prompt_is_continued(model, directory, capsys):
     assert ("Once upon" + TOKENIZER.decode(generated)).startswith(printed.removesuffix("\n"))
 
 
+def test_a_prompt_longer_than_the_context_is_reported(directory, capsys):
+    generate(directory, "x" * 31, max_new_tokens=2, temperature=0, device="cpu")
+    assert capsys.readouterr().err == ""
+    generate(directory, "x" * 40, max_new_tokens=2, temperature=0, device="cpu")
+    assert "40 tokens and the context 32" in capsys.readouterr().err
+
+
 def test_special_tokens_in_the_prompt_are_parsed_by_default(model, directory, capsys):
     text = f"a{TOKENIZER.eot_token}b"
     for parse_special, prompt in ((True, [64, TOKENIZER.eot_id, 65]), (False, TOKENIZER.encode(text))):
