@@ -88,7 +88,7 @@ function tools() {
   try {
     return { tools: JSON.parse(source) };
   } catch {
-    throw new Error("expected a JSON list in Settings, Tools");
+    throw new Error("Tools in Settings must be a JSON list");
   }
 }
 
@@ -134,7 +134,7 @@ function showWelcome() {
   find("greeting").textContent = chat ? `Chat with ${id}` : `Write with ${id}`;
   find("introduction").textContent = introduction(chat, has_chat_template);
   const facts = {
-    Type: parent ? `Adapter of ${parent}` : has_chat_template ? "Chat model" : "Base model",
+    Type: parent ? `Adapter for ${parent}` : has_chat_template ? "Chat model" : "Base model",
     Parameters: compact.format(num_parameters),
     Context: `${number.format(context_length)} tokens`,
     Vocabulary: number.format(vocab_size),
@@ -276,8 +276,8 @@ function notes(finish, dropped, total, empty) {
   const parts = [];
   if (dropped) parts.push(state.mode === "chat" ? "The context is full: the oldest messages were left out." : "The context is full: the model only saw the end of the text.");
   if (finish === "stop" && state.mode === "complete") parts.push("The model ended the text.");
-  else if (finish === "stop" && empty) parts.push("The answer is empty: the model stopped at once.");
-  if (finish === "length") parts.push(total >= card().context_length ? "Stopped at the end of the context." : "Stopped at the token limit.");
+  else if (finish === "stop" && empty) parts.push("The answer is empty: the model stopped immediately.");
+  if (finish === "length") parts.push(total >= card().context_length ? "Stopped because the context is full." : "Stopped at the token limit.");
   return parts.join(" ");
 }
 

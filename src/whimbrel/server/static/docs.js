@@ -65,7 +65,7 @@ function routeSection(path, method, route, api) {
   const section = element("section", { id: anchor(method, path) }, title, element("p", { textContent: summary }));
   section.append(element("h3", { textContent: "Example" }), curlExample(path, api));
   const body = bodyName(route);
-  if (body) section.append(element("h3", { id: body, textContent: `Body: ${body}` }), fieldTable(api.components.schemas[body]));
+  if (body) section.append(element("h3", { id: body, textContent: `Request body: ${body}` }), fieldTable(api.components.schemas[body]));
   const responses = Object.entries(route.responses ?? {}).map(([status, { description, content }]) => {
     const schema = content?.["application/json"]?.schema;
     return element("li", {}, `${status}: ${description}`, ...(schema?.$ref ? [" (", ...typeNodes(schema), ")"] : []));

@@ -103,7 +103,7 @@ async function refresh() {
     if (own.signal.aborted) return;
     const lost = error instanceof TypeError; // fetch could not connect
     const names = runs.length <= 3 ? runs.map((run) => ` ${run.name}`).join("") : "";
-    showStatus(lost ? `Disconnected. To see the runs again: whimbrel watch${names}` : error.message, true);
+    showStatus(lost ? `Disconnected. To see the runs again, run: whimbrel watch${names}` : error.message, true);
   }
   const wait = runs.some((run) => run.state === "running") ? POLL_RUNNING : POLL_IDLE;
   if (!document.hidden) timer = setTimeout(refresh, wait);
@@ -123,7 +123,7 @@ function describe() {
 }
 
 async function control(run, action) {
-  if (action === "stop" && !confirm(`Stop ${run} after the current step? It is evaluated and saved as configured.`)) return;
+  if (action === "stop" && !confirm(`Stop ${run} after the current step? It will then be evaluated and saved as configured.`)) return;
   try {
     const reply = await call("/api/control", { method: "POST", body: JSON.stringify({ run, action }) });
     showStatus(`${run} (step ${reply.step}) ${reply.message}`);
