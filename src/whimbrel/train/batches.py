@@ -7,6 +7,7 @@ import inspect
 import itertools
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -175,7 +176,7 @@ class DatasetBatches:
         """Examples in the first batch of the epoch, if a resume with another batch size left an incomplete one."""
         self._batches: Iterator[Any] | None = None
         self._prefetched: list[Any] = []
-        self._stream_digest: str | None = None
+        self._stream_digests: deque[str] = deque(maxlen=1)
         """A hash of the first global batch that was read from an iterable dataset."""
         self._dataset_position: dict[str, Any] | None = None
         if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
@@ -378,20 +379,15 @@ class DatasetBatches:
             self.dataset, self._global_batch, self._loader.drop_last, self._collate, seed, first,
             self._first_batch, self.rank, self.world_size,
         )  # fmt: skip
-        examples = self._recording_digest(iter(DataLoader(stream, **shared)))
+        examples = _record_digests(iter(DataLoader(stream, **shared)), self._stream_digests)
         self._batches = itertools.islice(examples, self._batches_used - first, None)
         return self._batches
-
-    def _recording_digest(self, batches: Iterator[tuple[Any, str | None]]) -> Iterator[Any]:
-        for batch, digest in batches:
-            self._stream_digest = digest or self._stream_digest
-            yield batch
 
     def order_identity(self) -> dict[str, Any]:
         """Values that are equal on all ranks if these have the same data in the same order."""
         if not (self.is_map_style or self._prefetched):
             self.exhausted()  # reads the first batch of an iterable dataset
-        return {**self._identity(), "examples read": self._fingerprint or self._stream_digest}
+        return {**self._identity(), "examples read": self._fingerprint or next(iter(self._stream_digests), None)}
 
     def _order(self) -> list[list[int]]:
         """The indices of each global batch in this epoch."""
@@ -601,6 +597,18 @@ def collate(examples: list[Any]) -> Any:
             )
         return tuple(_stack(list(column), name) for name, column in zip("xy", zip(*examples, strict=True), strict=True))
     raise DataError(f"expected examples as dicts or pairs of tensors, got {type(first).__name__}: pass a data_collator")
+
+
+def _record_digests(batches: Iterator[tuple[Any, str | None]], digests: deque[str]) -> Iterator[Any]:
+    """The batches alone; digests are appended to `digests`.
+
+    Not a method: a reference cycle of batches and generator would be garbage-collected, and then the workers of a
+    DataLoader are not told to stop, and torch waits five seconds for each.
+    """
+    for batch, digest in batches:
+        if digest is not None:
+            digests.append(digest)
+        yield batch
 
 
 def _digest(value: Any) -> str | None:

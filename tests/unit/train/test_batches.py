@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,6 +199,21 @@ def test_a_saved_position_restores_the_exact_batch(name: str, workers: int, join
         second = make(SOURCES[name](), join=join, workers=workers)
         second.load_state_dict(state)
         assert first_batches + take(second, 8 - stop, epoch=state["epoch"]) == uninterrupted
+
+
+@pytest.mark.parametrize("name", ["list", "plain"])
+def test_workers_stop_with_their_batches(name: str) -> None:
+    """Without a garbage collection, in which torch could not tell them to stop."""
+    gc.disable()
+    try:
+        batches = make(SOURCES[name](), workers=1)
+        take(batches, 1)
+        workers = multiprocessing.active_children()
+        del batches
+        assert workers
+        assert not set(workers) & set(multiprocessing.active_children())
+    finally:
+        gc.enable()
 
 
 def test_workers_do_not_change_batches() -> None:
