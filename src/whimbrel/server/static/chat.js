@@ -85,11 +85,14 @@ function sampling() {
 function tools() {
   const source = find("tools").value.trim();
   if (!source || !card().supports_tools) return {};
+  let parsed;
   try {
-    return { tools: JSON.parse(source) };
-  } catch {
-    throw new Error("Tools in Settings must be a JSON list");
+    parsed = JSON.parse(source);
+  } catch (error) {
+    throw new Error(`Tools in Settings are not valid JSON: ${error.message}`);
   }
+  if (!Array.isArray(parsed)) throw new Error("Tools in Settings must be a JSON list");
+  return { tools: parsed };
 }
 
 function askForKey() {
