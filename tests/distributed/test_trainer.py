@@ -45,6 +45,7 @@ LAYOUTS: list[tuple[str, Layout]] = [
     ("frozen-embedding", PP),
     ("hf-llama", ZERO_BUBBLE),
     ("hf-llama", TP),
+    ("dropout", TP),
 ]
 if SOAK:
     LAYOUTS += [

@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "one-kv-head": {"num_kv_heads": 1},
     "value-embeddings": {"value_embeddings": 1},
+    "dropout": {"dropout": 0.2},
 }  # fmt: skip
 Curve = list[dict[str, float]]
 """Loss, gradient norm and evaluation loss by step."""

@@ -103,6 +103,8 @@ class GPTConfig:
     value_embeddings: int = 0
     """Number of token embeddings that are mixed into the values of attention: table i in layer i and, counted from the
     end, in layer `num_layers - value_embeddings + i`. At most half of `num_layers`."""
+    dropout: float = 0.0
+    """Dropout probability in training, for the embedding and the outputs of attention and MLP."""
     init_std: float = 0.02
     """Standard deviation of the initial weights of linear layers."""
     embd_init_std: float = 0.02
@@ -141,11 +143,13 @@ class GPTConfig:
             raise ConfigError(f"expected an even head size for position = 'rope', got {self.head_dim}")
         if self.position != "rope" and self.rope_scaling is not None:
             raise ConfigError(f"rope_scaling requires position = 'rope', got position = '{self.position}'")
-        self._check_layers()
+        self._check_blocks()
         if self.zero_init_head and self.tied_head:
             raise ConfigError("zero_init_head needs an untied head: set tied_head = false")
 
-    def _check_layers(self) -> None:
+    def _check_blocks(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"expected dropout from 0 to below 1, got {self.dropout}")
         if not 0 <= self.value_embeddings <= self.num_layers // 2:
             raise ConfigError(
                 f"expected value_embeddings from 0 to {self.num_layers // 2} (half of num_layers), got "

@@ -56,7 +56,8 @@ def _round_trips(family: Family, config: GPTConfig) -> bool:
 def canonical(config: GPTConfig) -> GPTConfig:
     """A normalized config, equal for all models that compute the same function.
 
-    Derived sizes are filled in; settings without effect on the function (initialization, padding) get their defaults.
+    Derived sizes are filled in; settings without effect on the function (initialization, dropout, padding) get their
+    defaults.
     """
     default = GPTConfig()
     windows = config.windows
@@ -68,6 +69,7 @@ def canonical(config: GPTConfig) -> GPTConfig:
         sliding_window=next((window for window in windows if window), None),
         layer_types=tuple("sliding_attention" if window else "full_attention" for window in windows),
         rope_theta=config.rope_theta if config.position == "rope" else default.rope_theta,
+        dropout=0.0,
         init_std=default.init_std,
         embd_init_std=default.embd_init_std,
         zero_init_projections=False,

@@ -22,6 +22,7 @@ from whimbrel.models.layers import (
     KVCache,
     Norm,
     attention_masks,
+    drop,
     packed_documents,
     padded_positions,
     rope_table,
@@ -371,7 +372,8 @@ def embed(parts: nn.ModuleDict, config: GPTConfig, input_ids: Tensor, positions:
     # Autocast leaves embeddings in fp32. The residual stream is cast too: every block reads and writes it, so its
     # bytes cost time.
     device = input_ids.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    x = x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    return drop(x, config.dropout, parts.training)
 
 
 def next_token_loss(

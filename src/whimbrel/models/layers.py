@@ -30,6 +30,7 @@ __all__ = [
     "apply_rotary_emb",
     "attention_masks",
     "causal_mask",
+    "drop",
     "packed_documents",
     "padded_positions",
     "rope_frequencies",
@@ -314,6 +315,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.attention_scale = (2 * config.num_layers) ** -0.5 if config.residual_scale == "attention" else 1.0
+        self.dropout = config.dropout
         self.ln_1 = Norm.from_config(config)
         self.attn = Attention(config, mixes_values=config.value_embedding_of(layer) is not None)
         self.ln_2 = Norm.from_config(config)
@@ -335,8 +337,14 @@ class Block(nn.Module):
         """
         if self.skip is not None and x0 is not None:
             x = self.skip[0] * x + self.skip[1] * x0
-        x = torch.add(x, self.attn(self.ln_1(x), rope, mask, cached, values), alpha=self.attention_scale)
-        return torch.add(x, self.mlp(self.ln_2(x)))
+        y = self.attn(self.ln_1(x), rope, mask, cached, values)
+        x = torch.add(x, drop(y, self.dropout, self.training), alpha=self.attention_scale)
+        return torch.add(x, drop(self.mlp(self.ln_2(x)), self.dropout, self.training))
+
+
+def drop(x: Tensor, probability: float, training: bool) -> Tensor:
+    """Dropout; without any, nothing is computed and no random numbers are drawn."""
+    return F.dropout(x, probability) if probability and training else x
 
 
 def _activate(name: str, x: Tensor) -> Tensor:

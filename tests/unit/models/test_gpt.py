@@ -282,6 +282,27 @@ def test_value_embeddings_are_mixed_into_the_values():
         replace(config, value_embeddings=3)
 
 
+def test_dropout_applies_to_embedding_attention_and_mlp_in_training_only():
+    model, plain, x = add_noise(GPT(replace(TINY, dropout=0.25))), GPT(TINY), ids()
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model.eval()(x).logits, plain(x).logits, rtol=0, atol=0)
+    streams: list[torch.Tensor] = []
+    branches = [model.token_embedding(x) + model.transformer["wpe"](torch.arange(20))]
+    for block in model.train().blocks:
+        for norm, branch in ((block.ln_1, block.attn), (block.ln_2, block.mlp)):
+            norm.register_forward_hook(lambda _, args, __: streams.append(args[0]))
+            branch.register_forward_hook(lambda _, __, y: branches.append(y))
+    model(x)
+    streams.insert(0, torch.zeros_like(streams[0]))
+    for before, after, branch in zip(streams, streams[1:], branches, strict=False):
+        kept = (after != before).float()
+        torch.testing.assert_close(after - before, kept * branch / 0.75, rtol=1e-3, atol=1e-5)
+        assert 0.15 < 1 - kept.mean().item() < 0.35  # 1,280 units: a standard deviation of 0.012
+    assert len(streams) == 7
+    with pytest.raises(ConfigError, match="dropout from 0 to below 1, got 1.0"):
+        replace(TINY, dropout=1.0)
+
+
 def test_logit_softcap():
     uncapped, x = add_noise(GPT(TINY)), ids()
     capped = GPT(replace(TINY, logit_softcap=0.5))
