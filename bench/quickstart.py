@@ -18,6 +18,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,15 @@ from whimbrel.data.sources import iter_documents
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import Trainer, read_log
 from whimbrel.train.config import build_run_config
-from whimbrel.train.sizing import Plan, block_parameters, config_text, model_of_depth, predict_loss, tokens_per_step
+from whimbrel.train.sizing import (
+    Plan,
+    block_parameters,
+    config_text,
+    dropout,
+    model_of_depth,
+    predict_loss,
+    tokens_per_step,
+)
 
 PART_CHARACTERS = 4000
 VAL_EVERY = 16
@@ -52,7 +61,7 @@ def prepare_text(sources: Sequence[str], folder: Path, vocab_size: int, text_byt
 
 def train(folder: Path, depth: int, vocab_size: int, tokens: int, unique: int) -> dict[str, Any]:
     """Train one run; returns its size and its loss in nats per token."""
-    model, batch = model_of_depth(depth, vocab_size), tokens_per_step(tokens)
+    model, batch = replace(model_of_depth(depth, vocab_size), dropout=dropout(tokens / unique)), tokens_per_step(tokens)
     plan = Plan(
         model=model, tokens_per_step=batch, steps=max(tokens // batch, 1), validations=1, seconds=0.0,
         epochs=tokens / unique, loss=predict_loss(block_parameters(model), tokens, unique), is_data_limited=False,

@@ -144,3 +144,13 @@ def test_changed_text_is_refused(texts: Path, capsys: pytest.CaptureFixture[str]
     more.unlink()
     assert whimbrel(*COMMAND) == 0
     assert "Resuming runs/small" in capsys.readouterr().out
+
+
+def test_models_that_do_not_fit_in_memory_are_refused(
+    texts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr("os.sysconf", lambda name: pages[name])
+    assert whimbrel(*COMMAND) == 2
+    assert "fits in 400.0 KiB of memory, got depth 1" in capsys.readouterr().err
+    assert not Path("runs").exists()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import shlex
 import statistics
 import tempfile
@@ -16,7 +17,6 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +30,7 @@ from whimbrel.train.callback import TrainerCallback
 if TYPE_CHECKING:
     from whimbrel.data.manifest import Manifest
     from whimbrel.data.sources import Source
+    from whimbrel.models import GPTConfig
     from whimbrel.train.sizing import Measurement, Plan
 
 __all__ = ["quickstart"]
@@ -54,6 +55,8 @@ SPEED_MARGIN = 0.93
 """Expected speed of the run relative to the measurement: over minutes, other programs and heat slow a machine down."""
 COMPILE_MINUTES = 30.0
 """Compiling takes up to a minute for each depth that is measured, which pays off in runs of this length."""
+BYTES_PER_PARAMETER = 16
+"""At most: weight, gradient and two moments in fp32."""
 SAMPLE_TOKENS = 150
 FLOPS = {"cpu": 3e10, "mps": 1e12, "cuda": 5e13}
 """Guesses that decide which depth is measured first."""
@@ -286,7 +289,7 @@ class _Job:
 
         vocab_size, train_tokens = manifest.tokenizer.vocab_size, manifest.tokens("train")
         measured = choose_depth(
-            partial(self._measure_speed, vocab_size),
+            self._measure_speed,
             vocab_size,
             train_tokens=train_tokens,
             seconds=max(SPEED_MARGIN * (self.remaining() - CLOSING_SECONDS), 1.0),
@@ -302,15 +305,16 @@ class _Job:
         )
         return plan, measured
 
-    def _measure_speed(self, vocab_size: int, depth: int, tokens_per_step: int) -> float:
+    def _measure_speed(self, model: GPTConfig, tokens_per_step: int) -> float:
         """Tokens per second of training steps with the settings of the run, in a temporary run directory."""
         from whimbrel.train import Trainer
         from whimbrel.train.config import build_run_config
-        from whimbrel.train.sizing import Plan, config_text, model_of_depth
+        from whimbrel.train.sizing import Plan, config_text
 
+        _check_memory(model)
         plan = Plan(
-            model=model_of_depth(depth, vocab_size), tokens_per_step=tokens_per_step, steps=100_000, validations=1,
-            seconds=0.0, epochs=0.0, loss=0.0, is_data_limited=False,
+            model=model, tokens_per_step=tokens_per_step, steps=100_000, validations=1, seconds=0.0, epochs=0.0,
+            loss=0.0, is_data_limited=False,
         )  # fmt: skip
         window = min(max(MEASURE_SHARE * self.seconds, MIN_MEASURE_SECONDS), MAX_MEASURE_SECONDS)
         timer = _SpeedTimer(window, tokens_per_step)
@@ -319,7 +323,8 @@ class _Job:
             text = config_text(
                 plan, output_dir=Path(folder) / "run", data=self.data, device_settings=settings, header=""
             )
-            table = tomllib.loads(text) | {"checkpoint": {"at_end": False}, "log": {"progress": False}}
+            table = tomllib.loads(text) | {"log": {"progress": False}}
+            table["checkpoint"] = {"at_end": False, "every_minutes": None}
             del table["validation"], table["sample"]
             trainer = Trainer.from_config(build_run_config(table), callbacks=[timer])
             trainer.train()
@@ -420,6 +425,27 @@ def _device_settings(seconds: float) -> dict[str, str]:
     if seconds >= 60 * COMPILE_MINUTES:
         settings["compile"] = "true"
     return settings
+
+
+def _check_memory(model: GPTConfig) -> None:
+    """Raise if weights, gradients and optimizer state of a model exceed the memory of the device."""
+    import torch
+
+    from whimbrel.base.errors import ConfigError
+    from whimbrel.base.files import format_bytes
+    from whimbrel.train.device import choose_device
+
+    if choose_device(None).type == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = BYTES_PER_PARAMETER * model.matrix_parameters
+    if needed > memory:
+        raise ConfigError(
+            f"expected a model that fits in {format_bytes(memory)} of memory, got depth {model.num_layers} with "
+            f"{model.matrix_parameters / 1e9:.1f}B parameters, which needs {format_bytes(needed)}: choose a smaller "
+            "--depth"
+        )
 
 
 def _evaluate(run: Path, data: Path) -> None:

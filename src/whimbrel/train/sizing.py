@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whimbrel.base.errors import ConfigError
@@ -23,6 +23,7 @@ __all__ = [
     "choose_plan",
     "choose_vocab_size",
     "config_text",
+    "dropout",
     "model_of_depth",
     "predict_loss",
     "tokens_per_step",
@@ -52,19 +53,28 @@ SCALE_A = SCALE_B * 20**-EXPONENT
 REPEATED_EPOCHS = 15.0
 """Repeated tokens are worth less than new ones: U tokens seen for 1 + r epochs count as U (1 + R (1 - exp(-r / R)))
 tokens. R = 15 is the value of Muennighoff et al. (2023) for web text."""
-OVERFITTING = 0.01
-"""Loss increase per repeated epoch, times the number of parameters per unique token: a model with many more parameters
-than tokens memorizes the text, and its held-out loss increases again. Measured with depth 2 on 40 kB of text (22
-parameters per token): the loss is lowest after 3 to 4 epochs, then increases by 0.2 per epoch."""
+OVERFITTING = 0.0015
+"""Loss increase per epoch, times the number of parameters per unique token: a model with many more parameters than
+tokens memorizes the text, and its held-out loss increases again. Measured with depth 2 on 50 kB of text (17 parameters
+per token, dropout 0.3): the loss is constant from epoch 5 to 10, and 0.2 higher after 20."""
+DROPOUT = ((1.5, 0.0), (5.0, 0.1), (10.0, 0.2))
+"""Dropout probability for runs of at most this many epochs."""
+MAX_DROPOUT = 0.3
+"""Dropout probability for longer runs."""
 
 
 def choose_vocab_size(text_bytes: int) -> int:
-    """Vocabulary of a tokenizer for this much text: 4096 for 1 MB, doubling with every tenfold amount.
+    """Vocabulary of a tokenizer for this much text: 2048 for 1 MB, doubling with every fivefold amount.
 
-    A larger vocabulary means fewer tokens per text, but each of its tokens occurs less often, and in small models the
-    output layer takes most of the time.
+    A larger vocabulary means fewer tokens per text, but each of its tokens occurs less often: in small texts, the model
+    memorizes where the rare ones occur. And in small models the output layer takes most of the time.
     """
-    return int(2 ** min(max(round(12 + math.log10(max(text_bytes, 1) / 1e6)), 9), 15))
+    return int(2 ** min(max(round(11 + math.log(max(text_bytes, 1) / 1e6, 5)), 9), 15))
+
+
+def dropout(epochs: float) -> float:
+    """Dropout probability for a run of this many epochs: the more often text is repeated, the more."""
+    return next((probability for most, probability in DROPOUT if epochs <= most), MAX_DROPOUT)
 
 
 def model_of_depth(depth: int, vocab_size: int) -> GPTConfig:
@@ -114,7 +124,7 @@ def predict_loss(parameters: float, tokens: float, unique_tokens: float) -> floa
     """Held-out loss by the scaling law, up to a constant that depends on the text."""
     repeats = max(tokens / unique_tokens - 1, 0.0)
     worth = min(tokens, unique_tokens) + unique_tokens * REPEATED_EPOCHS * (1 - math.exp(-repeats / REPEATED_EPOCHS))
-    overfitting = OVERFITTING * repeats * parameters / unique_tokens
+    overfitting = OVERFITTING * tokens / unique_tokens * parameters / unique_tokens
     return SCALE_A / math.pow(parameters, EXPONENT) + SCALE_B / math.pow(worth, EXPONENT) + overfitting
 
 
@@ -170,7 +180,7 @@ def choose_plan(measured: Measurement, vocab_size: int, *, train_tokens: int, va
     tokens = best_tokens(parameters, available, train_tokens)
     steps = max(int(tokens / batch), MIN_STEPS)
     return Plan(
-        model=model,
+        model=replace(model, dropout=dropout(steps * batch / train_tokens)),
         tokens_per_step=batch,
         steps=steps,
         validations=validations,
@@ -182,7 +192,7 @@ def choose_plan(measured: Measurement, vocab_size: int, *, train_tokens: int, va
 
 
 def choose_depth(
-    measure: Callable[[int, int], float],
+    measure: Callable[[GPTConfig, int], float],
     vocab_size: int,
     *,
     train_tokens: int,
@@ -192,7 +202,7 @@ def choose_depth(
 ) -> list[Measurement]:
     """All measurements, starting with the depth that has the lowest predicted loss after `seconds`.
 
-    `measure(depth, tokens_per_step)` returns tokens per second; `flops`, a guess of the device's speed, only decides
+    `measure(model, tokens_per_step)` returns tokens per second; `flops`, a guess of the device's speed, only decides
     which depth is measured first. The speed of other depths is extrapolated from the nearest measured one. Small models
     use a device less efficiently than large ones, so this underestimates larger ones: the search ends once the next
     larger depth is measured too.
@@ -212,8 +222,9 @@ def choose_depth(
 
     candidate: int | None = min(depths, key=loss)
     while candidate is not None:
-        batch = tokens_per_step(run_tokens(candidate))
-        speed = measure(candidate, batch)
+        tokens = run_tokens(candidate)
+        batch, model = tokens_per_step(tokens), model_of_depth(candidate, vocab_size)
+        speed = measure(replace(model, dropout=dropout(tokens / train_tokens)), batch)
         measured[candidate] = Measurement(depth=candidate, tokens_per_step=batch, tokens_per_second=speed)
         best = min(depths, key=loss)
         larger = depths[min(depths.index(best) + 1, len(depths) - 1)]
@@ -248,6 +259,7 @@ bias = "none"
 tied_head = false
 zero_init_projections = true  # each block starts as the identity
 zero_init_head = true         # the first prediction is uniform
+dropout = {model.dropout}  # more if the text is repeated more often
 
 [data]
 path = {json.dumps(str(data), ensure_ascii=False)}
@@ -261,7 +273,6 @@ tokens_per_step = {plan.tokens_per_step}
 name = "muon"  # for the matrices of the blocks; Adam with the learning rates below for the rest
 lr = {LEARNING_RATE}
 weight_decay = 0.05
-decay_params = "hidden"
 betas = [0.8, 0.95]
 eps = 1e-10
 embedding_lr = {EMBEDDING_LR}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.models import GPTConfig
 from whimbrel.models.families import config_to_hf
 from whimbrel.train.config import build_run_config
 from whimbrel.train.sizing import (
@@ -20,6 +21,7 @@ from whimbrel.train.sizing import (
     choose_plan,
     choose_vocab_size,
     config_text,
+    dropout,
     flops_per_token,
     model_of_depth,
     predict_loss,
@@ -37,10 +39,10 @@ class Machine:
         self.flops = flops
         self.measured: list[int] = []
 
-    def measure(self, depth: int, batch: int) -> float:
+    def measure(self, model: GPTConfig, batch: int) -> float:
         assert batch > 0
-        self.measured.append(depth)
-        return self.flops / flops_per_token(model_of_depth(depth, VOCAB_SIZE))
+        self.measured.append(model.num_layers)
+        return self.flops / flops_per_token(model)
 
 
 def choose(flops: float, seconds: float, train_tokens: int = BILLION, guess: float | None = None) -> Plan:
@@ -54,7 +56,7 @@ def choose(flops: float, seconds: float, train_tokens: int = BILLION, guess: flo
 def test_vocabulary_grows_with_the_text():
     sizes = [choose_vocab_size(10**exponent) for exponent in range(3, 13)]
     assert sizes == sorted(sizes)
-    assert (sizes[0], sizes[3], sizes[-1]) == (512, 4096, 32_768)
+    assert (sizes[0], sizes[3], sizes[-1]) == (512, 2048, 32_768)
 
 
 def test_batch_grows_with_the_run():
@@ -108,6 +110,23 @@ def test_run_ends_early_where_more_epochs_would_overfit():
     assert predict_loss(parameters, 2 * plan.epochs * 100_000, 100_000) > plan.loss
 
 
+@pytest.mark.parametrize("seconds", [60, 3600, 100_000])
+def test_little_text_means_a_small_model(seconds: float):
+    """However much time there is: a large model would memorize the text in one epoch."""
+    plan = choose(1e11, seconds, train_tokens=4000)
+    assert plan.model.num_layers == min(DEPTHS)
+    assert plan.is_data_limited
+
+
+def test_dropout_grows_with_the_number_of_epochs():
+    plans = [choose(1e11, 600, train_tokens) for train_tokens in (10**9, 10**6, 10**5)]
+    assert [plan.epochs for plan in plans] == sorted(plan.epochs for plan in plans)
+    rates = [plan.model.dropout for plan in plans]
+    assert rates == sorted(set(rates))
+    assert rates[0] == 0
+    assert [dropout(epochs) for epochs in (1.0, 3.0, 7.0, 30.0)] == [0, 0.1, 0.2, 0.3]
+
+
 def test_repeated_tokens_are_worth_less_than_new_ones():
     assert predict_loss(1e6, 1e7, 1e7) < predict_loss(1e6, 1e7, 1e6) < predict_loss(1e6, 1e6, 1e6)
 
@@ -130,9 +149,9 @@ def test_few_depths_are_measured():
 def test_larger_depth_is_found_although_small_models_are_slow():
     """On a GPU, small models are limited by kernel launches: all depths up to 8 take the same time per token."""
 
-    def measure(depth: int, batch: int) -> float:
+    def measure(model: GPTConfig, batch: int) -> float:
         assert batch > 0
-        return 1e12 / flops_per_token(model_of_depth(max(depth, 8), VOCAB_SIZE))
+        return 1e12 / flops_per_token(model_of_depth(max(model.num_layers, 8), VOCAB_SIZE))
 
     best, *_ = choose_depth(measure, VOCAB_SIZE, train_tokens=BILLION, seconds=600, flops=1e9)
     assert best.depth >= 8
