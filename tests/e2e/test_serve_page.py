@@ -271,7 +271,7 @@ def test_texts_are_continued_regenerated_and_edited(fake_page: Any):
 def test_an_empty_answer_is_explained_and_the_focus_stays(fake_page: Any):
     page = fake_page([[]])
     page.send("Hello")
-    page.until(lambda: page.find("status").text == "The answer is empty: the model stopped at once.")
+    page.until(lambda: page.find("status").text == "The answer is empty: the model stopped immediately.")
     assert page.run("return document.activeElement.id") == "text"
 
 

@@ -276,7 +276,7 @@ function notes(finish, dropped, total, empty) {
   const parts = [];
   if (dropped) parts.push(state.mode === "chat" ? "The context is full: the oldest messages were left out." : "The context is full: the model only saw the end of the text.");
   if (finish === "stop" && state.mode === "complete") parts.push("The model ended the text.");
-  else if (finish === "stop" && empty) parts.push("The answer is empty: the model stopped at once.");
+  else if (finish === "stop" && empty) parts.push("The answer is empty: the model stopped immediately.");
   if (finish === "length") parts.push(total >= card().context_length ? "Stopped at the end of the context." : "Stopped at the token limit.");
   return parts.join(" ");
 }

@@ -123,7 +123,7 @@ function describe() {
 }
 
 async function control(run, action) {
-  if (action === "stop" && !confirm(`Stop ${run} after the current step? It is evaluated and saved as configured.`)) return;
+  if (action === "stop" && !confirm(`Stop ${run} after the current step? It will be evaluated and saved as configured.`)) return;
   try {
     const reply = await call("/api/control", { method: "POST", body: JSON.stringify({ run, action }) });
     showStatus(`${run} (step ${reply.step}) ${reply.message}`);
