@@ -49,7 +49,7 @@ def finetune(
     objective: Annotated[str, typer.Option(help="sft, lm (text), dpo or orpo (preference pairs), distill.")] = "sft",
     epochs: Annotated[float | None, typer.Option(help="Passes over the data. (default: 2)")] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate. (default for sft: 2e-4, with --full 2e-5)")
+        float | None, typer.Option(help="Peak learning rate. (default for sft: 2e-4, or 2e-5 with --full)")
     ] = None,
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens per sequence. (default: the model's context, at most 2048)")

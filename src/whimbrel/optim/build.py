@@ -59,7 +59,7 @@ class GroupConfig:
     """Options for the parameters whose names match a pattern."""
 
     pattern: str
-    """Regular expression, searched for in parameter names; a parameter belongs to the first group that matches."""
+    """Regular expression to search for in parameter names; a parameter belongs to the first group that matches."""
     lr: float | None = None
     """Peak learning rate; default: the value for other parameters."""
     weight_decay: float | None = None
@@ -127,9 +127,9 @@ class OptimConfig:
     momentum_warmup: int = 0
     """Steps over which Muon's momentum increases."""
     rank: int | None = None
-    """Rank of the subspace of hidden matrices; default: 128, with apollo_mini 1."""
+    """Rank of the subspace of hidden matrices; default: 128 (1 with apollo_mini)."""
     gap: int | None = None
-    """Steps between basis refreshes; default: 200, with galore_warm 10."""
+    """Steps between basis refreshes; default: 200 (10 with galore_warm)."""
     lazy: bool | None = None
     """Adapt the gap: double it while the basis hardly changes, halve it while it changes a lot; default: false."""
     moment_transfer: Literal["first", "both", "align", "keep"] | None = None
