@@ -123,7 +123,7 @@ class LLM:
                 vocabularies = [each.pipeline.get_vocab() for each in (source.tokenizer, self.tokenizer)]
                 if vocabularies[0] != vocabularies[1]:
                     raise ConfigError(
-                        f"adapters: expected '{name}' to have the base model's tokenizer, got another: load it alone"
+                        f"adapters: expected '{name}' to use the base model's tokenizer, got another: load it alone"
                     )
 
     @property
