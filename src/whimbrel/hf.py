@@ -150,7 +150,7 @@ class WhimbrelForCausalLM(PreTrainedModel, GenerationMixin):
             if actual is not None and not _equal_positions(actual, positions):
                 raise RequestError(
                     f"expected {name} = {stored}, {stored + 1}, ... without gaps between non-padding tokens: packed "
-                    "sequences are not supported, omit it"
+                    "sequences are not supported; omit it"
                 )
         loss, logits = self._decoder[0](
             input_ids,

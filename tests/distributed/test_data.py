@@ -205,7 +205,7 @@ def test_evaluation_on_ranks_equals_that_of_one_process(pool: Pool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("sampler", "DistributedSampler for 2 ranks: leave the sampler out"),
+        ("sampler", "DistributedSampler for 2 ranks: remove the sampler"),
         ("shard", "different examples read on rank 1"),
         ("stream", "different examples read on rank 1"),
         ("generator", "different generators on rank 1"),
@@ -276,7 +276,7 @@ def test_epochs_are_not_continued_with_other_samples_per_step(pool: Pool, tmp_pa
     pool.run(2, jobs.resume, {}, {**arguments, "max_steps": 3})
     arguments |= {"max_steps": -1, "num_train_epochs": 3}
     (_, _, error), *_ = pool.run(3, jobs.resume, {"resume": True}, arguments)
-    assert error.startswith("expected 4 samples a step, as in the checkpoint, got 2 x 3 ranks x 1 = 6")
+    assert error.startswith("expected 4 samples per step, as in the checkpoint, got 2 x 3 ranks x 1 = 6")
 
 
 @pytest.fixture(scope="module")

@@ -187,7 +187,7 @@ def test_all_groups_of_a_mesh_have_the_configured_timeout(pool: Pool) -> None:
 def test_trainer_of_another_strategy_is_refused(pool: Pool, tmp_path: Path) -> None:
     for found in pool.run(2, jobs.train, "FSDPTrainer", str(tmp_path), {"strategy": "ddp"}):
         assert found["error"] == (
-            "FSDPTrainer trains with strategy = fsdp or hsdp, got ddp: leave it out, or use Trainer"
+            "FSDPTrainer trains with strategy = fsdp or hsdp, got ddp: omit strategy, or use Trainer"
         )
 
 

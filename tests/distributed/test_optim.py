@@ -179,8 +179,8 @@ def test_unsupported_sharding_is_rejected(results: Results) -> None:
         "columns": r"sharded by its first dimension.* got placements \(Shard\(dim=1\),\)",
         "columns of galore": r"sharded by its first dimension.* got placements \(Shard\(dim=1\),\)",
         "vector": "OptimizerError: store = 'int8' .* got 2050 of 4100 per rank",
-        "model": "OptimizerError: fully_shard .* leave out model",
-        "group": "OptimizerError: fully_shard .* leave out process_group",
+        "model": "OptimizerError: fully_shard .* omit model",
+        "group": "OptimizerError: fully_shard .* omit process_group",
     }
     for result in results:
         errors = result["shards"]["unsupported"]

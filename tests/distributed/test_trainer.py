@@ -190,8 +190,8 @@ def test_a_checkpoint_of_a_split_model_resumes_under_other_layouts(pool: Pool, t
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "message"),
     [
-        ("1f1b", 3, "needs at least 4 micro-batches a step, got 3"),
-        ("interleaved", 6, "needs a multiple of 4 micro-batches a step, got 6"),
+        ("1f1b", 3, "needs at least 4 micro-batches per step, got 3"),
+        ("interleaved", 6, "needs a multiple of 4 micro-batches per step, got 6"),
         ("zero-bubble", 7, "at least 8 micro-batches"),
     ],
 )
@@ -205,14 +205,14 @@ def test_too_few_micro_batches_for_a_schedule_are_rejected(schedule: Any, micro_
     ("layout", "train", "options", "message"),
     [
         (PP, {"precision": "fp16"}, {}, "fp16 does not work with pipeline parallelism .*: use bf16"),
-        (PP, {"accumulation": 1}, {}, "needs at least 2 micro-batches a step, got 1: set train.accumulation"),
+        (PP, {"accumulation": 1}, {}, "needs at least 2 micro-batches per step, got 1: set train.accumulation"),
         (PP, {}, {"compute_loss_func": print}, "compute_loss_func does not work with pipeline parallelism"),
         (PP, {}, {"compute_metrics": print}, "compute_metrics does not work with pipeline parallelism"),
-        (PP, {}, {"ema": True}, "ema.decay .EmaCallback. does not work with a model that is spread over ranks"),
-        (TP, {}, {"sample": True}, "sample.every .SampleCallback. does not work with a model that is spread over"),
+        (PP, {}, {"ema": True}, "ema.decay .EmaCallback. does not work with a model that is split across ranks"),
+        (TP, {}, {"sample": True}, "sample.every .SampleCallback. does not work with a model that is split across"),
         (TP, {"precision": "fp16"}, {}, "fp16 does not work with parallel.tp = 2: use bf16"),
-        (PP, {}, {"model": "value-embeddings"}, "value embeddings: set parallel.pp = 1, use fsdp"),
-        (TP, {}, {"model": "value-embeddings"}, "does not split value embeddings: set parallel.tp = 1, use fsdp"),
+        (PP, {}, {"model": "value-embeddings"}, "value embeddings: set parallel.pp = 1 and use fsdp"),
+        (TP, {}, {"model": "value-embeddings"}, "does not split value embeddings: set parallel.tp = 1 and use fsdp"),
         (TP, {}, {"model": "one-kv-head"}, "parallel.tp that divides kv_heads = 1, got 2"),
         (TP, {}, {"model": "hf-one-kv-head"}, "parallel.tp that divides num_key_value_heads = 1, got 2"),
         (

@@ -130,9 +130,9 @@ def test_skipped_rows_and_long_samples_are_reported(workdir: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--full", "--lora-rank", "8"), "--lora-rank 8 is for LoRA"),
-        (("--full", "--weights", "int4"), "--weights int4 is for LoRA"),
-        (("--full", "--lora.alpha=4"), "--lora.alpha=4 is for LoRA"),
+        (("--full", "--lora-rank", "8"), "--lora-rank 8 applies to LoRA"),
+        (("--full", "--weights", "int4"), "--weights int4 applies to LoRA"),
+        (("--full", "--lora.alpha=4"), "--lora.alpha=4 applies to LoRA"),
         (("--objective", "dop"), "--objective: expected one of"),
         (("--weights", "int3"), "model.weights: expected one of int8, int4, fp8"),
         (("--template", "chatlm"), "unknown template"),

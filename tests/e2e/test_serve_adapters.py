@@ -90,7 +90,7 @@ def test_chat_uses_the_template_of_the_adapter(client):
     [
         (["--adapter=first"], "expected --adapter NAME=PATH, got 'first'"),
         (["--adapter=a=x", "--adapter=a=y"], "--adapter a is given twice"),
-        (["--adapter=base={folder}/first"], "--adapter base: the name is taken by the model"),
+        (["--adapter=base={folder}/first"], "--adapter base: the model already has this name"),
         (["--adapter=a={folder}/nowhere"], "no run or model at"),
     ],
 )

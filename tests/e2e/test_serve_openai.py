@@ -248,7 +248,7 @@ def test_errors_raise_the_client_exceptions(client):
     with pytest.raises(openai.BadRequestError) as excinfo:
         client.chat.completions.create(model="tiny", messages=user, tools=[tool])
     assert (excinfo.value.param, excinfo.value.code) == ("tools", "invalid_value")
-    assert "does not support tools: leave them out, or fine-tune the model with --template chatml" in str(excinfo.value)
+    assert "does not support tools: remove them, or fine-tune the model with --template chatml" in str(excinfo.value)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     with pytest.raises(openai.BadRequestError, match="does not support tool calls"):
         client.chat.completions.create(model="tiny", messages=[*user, {"role": "assistant", "tool_calls": [call]}])

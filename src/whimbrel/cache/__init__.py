@@ -1,4 +1,4 @@
-"""KV caches: layers and containers for our models and for those of transformers."""
+"""KV caches: layers and containers for our models and for transformers models."""
 
 from whimbrel.cache.buffer import find_codec
 from whimbrel.cache.container import Cache, DynamicCache, StaticCache

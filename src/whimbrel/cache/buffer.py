@@ -81,7 +81,7 @@ class KVBuffer(NamedTuple):
         return self._map(lambda tensor: tensor.narrow(2, start, end - start))
 
     def write(self, start: int, new: KVBuffer) -> None:
-        """Copy `new` into the slots from `start` on."""
+        """Copy `new` into the slots starting at `start`."""
         for target, source in zip(self.tensors, new.tensors, strict=True):
             target.narrow(2, start, source.size(2)).copy_(source)
 
@@ -121,7 +121,7 @@ class KVBuffer(NamedTuple):
         return self._map_copy(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def where(self, rows: Sequence[bool], other: KVBuffer) -> KVBuffer:
-        """A copy with the rows of this buffer where `rows` is True, and those of `other` elsewhere."""
+        """A copy with the rows of this buffer where `rows` is True, and the rows of `other` elsewhere."""
         chosen = torch.tensor(rows, device=self.keys.device)[:, None, None, None]
         theirs = iter(other.tensors)
         return self._map_copy(lambda tensor: torch.where(chosen, tensor, next(theirs)))

@@ -219,7 +219,7 @@ class Cache:
         if layer_idx < 0 or self.layer_class_to_replicate is None:
             raise CacheIndexError(
                 f"layer_idx: expected 0 to {len(self.layers) - 1} for a cache of {len(self.layers)} layers, got "
-                f"{layer_idx}: build it with one layer per layer of the model"
+                f"{layer_idx}: build the cache with one layer for each layer of the model"
             )
         created = [self.layer_class_to_replicate() for _ in range(layer_idx + 1 - len(self.layers))]
         for layer in created:
@@ -268,19 +268,19 @@ class Cache:
         return self.layers[layer_idx].get_max_length() if layer_idx < len(self.layers) else -1
 
     def activate_past_recording(self) -> None:
-        """Keep tokens outside of windows until the next `crop`."""
+        """Keep tokens outside the windows until the next `crop`."""
         for layer in self.layers:
             layer.check_recording()
         for layer in self.layers:
             layer.activate_past_recording()
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether a layer keeps tokens outside of its window."""
+        """Whether a layer keeps tokens outside its window."""
         return self.layers[layer_idx].record_past
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` of transformers may compile a model with this cache; it then masks single queries, too.
+        """Whether transformers' `generate` may compile a model with this cache; it then masks single queries, too.
 
         True if any layer is compileable: such a layer returns empty slots, which must be masked.
         """
@@ -305,13 +305,13 @@ class Cache:
 class DynamicCache(Cache):
     """Grows with the sequence; sliding-window layers only store the window.
 
-    With a `config` (a `GPTConfig`, or one of transformers) it has one layer per layer of the model that caches keys
-    and values; without, layers have full attention and are created as they are first written to. `codec` (fp8, int8,
-    int4) quantizes keys and values.
+    With a `config` (a `GPTConfig` or a transformers config) it has one layer per layer of the model that caches keys
+    and values; without one, layers have full attention and are created when they are first written to. `codec` (fp8,
+    int8, int4) quantizes keys and values.
 
-    Iterating yields (keys, values, window or None) of each layer, and `ddp_cache_data` takes such tuples, or pairs, to
-    start from, as the `DynamicCache` of transformers does (also as the first argument). Tokens evicted by windows are
-    not included: a layer built from them counts only the stored tokens.
+    Iterating yields (keys, values, window or None) for each layer. `ddp_cache_data`, which may also be the first
+    argument, creates a cache from such tuples or from pairs, as in transformers' `DynamicCache`. Tokens evicted by
+    windows are not included: a layer built from them counts only the stored tokens.
     """
 
     def __init__(
@@ -368,8 +368,8 @@ class StaticCache(Cache):
 def layer_windows(config: Any) -> list[int | None]:
     """Sliding window of each layer that caches keys and values, None for full attention.
 
-    Takes our `GPTConfig` and any config of transformers. The last layers of a model may share the cache of earlier ones
-    (`num_kv_shared_layers`) and are left out.
+    Takes our `GPTConfig` or any transformers config. The last layers of a model may share the cache of earlier ones
+    (`num_kv_shared_layers`) and are omitted.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", getattr(text, "num_layers", None))

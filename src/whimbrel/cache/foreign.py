@@ -57,7 +57,7 @@ def register_foreign(foreign: type, to_torch: Callable[[Any], Tensor], from_torc
 def to_torch(value: Any) -> tuple[Tensor, FromTorch]:
     """`value` as a torch tensor, which must not be written to, and the function that converts results back.
 
-    Raises for unsupported values, also if results could not be converted back; so call it before changing any state.
+    Raises for unsupported values, even if only the way back is unsupported; so call it before changing any state.
     """
     if type(value) is Tensor:
         return value, _unchanged
@@ -136,7 +136,7 @@ def _write_dlpack(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
 
 
 def _read_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Any array whose dtype torch supports; those of ml_dtypes (such as bfloat16) are reinterpreted from their bits."""
+    """Any array whose dtype torch supports; ml_dtypes (such as bfloat16) are reinterpreted from their bits."""
     dtype = getattr(torch, array.dtype.name, None)
     if isinstance(array, np.ma.MaskedArray) or not isinstance(dtype, torch.dtype) or not array.dtype.isnative:
         what = "masks" if isinstance(array, np.ma.MaskedArray) else f"dtype {array.dtype.str!r}"

@@ -30,7 +30,7 @@ class CacheLayerMixin(ABC):
     keys: Tensor | None = None
     """As stored (codes, with a codec); None before the layer is initialized."""
     values: Tensor | None = None
-    """As `keys`."""
+    """Like `keys`."""
     dtype: torch.dtype | None = None
     """Dtype of the states passed in and returned; set by the first update."""
     device: torch.device | None = None
@@ -41,7 +41,7 @@ class CacheLayerMixin(ABC):
     is_croppable: bool = False
     """Whether the newest tokens can always be removed, once `activate_past_recording` was called."""
     is_compileable: bool = False
-    """Whether `generate` of transformers may compile a model with this layer: shapes and addresses never change."""
+    """Whether transformers' `generate` may compile a model with this layer: shapes and addresses never change."""
     token_major: bool = False
     """Whether memory is laid out token by token; set by the cache if the first states are not torch tensors."""
     padding: tuple[int, ...] | None = None
@@ -49,7 +49,7 @@ class CacheLayerMixin(ABC):
     needs_padding: bool = False
     """Whether results are wrong for left-padded batches unless `padding` is set."""
     record_past: bool = False
-    """Whether tokens outside of the window are kept until the next `crop`."""
+    """Whether tokens outside the window are kept until the next `crop`."""
 
     def __repr__(self) -> str:
         return type(self).__name__
@@ -105,7 +105,7 @@ class CacheLayerMixin(ABC):
             raise CacheError(f"{self!r} does not support crop: use a layer that does, such as DynamicLayer")
 
     def activate_past_recording(self) -> None:
-        """Keep tokens outside of the window until the next `crop`, which may then remove more tokens."""
+        """Keep tokens outside the window until the next `crop`, which may then remove more tokens."""
         self.check_recording()
         self.record_past = True
 
@@ -272,7 +272,7 @@ class BufferedLayer(CacheLayerMixin):
         self._seen = kept
 
     def _append_slots(self, first: int, new: KVBuffer) -> None:
-        """Append `new`; if this reallocates the buffer, only the slots from `first` on are kept."""
+        """Append `new`; if this reallocates the buffer, only the slots starting at `first` are kept."""
         if self._needs_grad(new):
             self._memory = self._buffer.slice(first, self._end).concat_with_grad(new)
             self._start, self._end = 0, self._memory.num_slots
@@ -295,7 +295,7 @@ class BufferedLayer(CacheLayerMixin):
                 self._reallocate(self._start, capacity)
 
     def _reallocate(self, start: int, capacity: int) -> None:
-        """Move the slots from `start` on to new memory of `capacity` slots."""
+        """Move the slots starting at `start` to new memory of `capacity` slots."""
         self._memory = self._buffer.slice(start, self._end).resize(capacity)
         self._start, self._end = 0, self._end - start
 

@@ -97,7 +97,7 @@ class SinkLayer(SlidingLayer):
     its padding, like a normal window. Once only real tokens are left, its first `sinks` are saved, and from then on
     copied to the front of the window as it moves, into slots it has just left. So the slots of a sequence always end
     with its newest tokens and begin with padding until there is none, which is where a mask built from length and
-    padding alone (that of transformers) expects them.
+    padding alone (as in transformers) expects them.
     """
 
     is_sliding = False  # every returned slot is visible

@@ -61,15 +61,15 @@ class DirectoryStateful(Stateful, Protocol):
 
 @runtime_checkable
 class ReshardedStateful(Stateful, Protocol):
-    """A stateful object of each rank (PER_RANK) that can continue from a checkpoint of another number of ranks."""
+    """A per-rank stateful object (PER_RANK) that can resume from a checkpoint saved by a different number of ranks."""
 
     def load_resharded(self, saved_ranks: int, step: int) -> None:
-        """Derive the state at `step`; called instead of `load_state_dict` if other than `saved_ranks` ranks load it."""
+        """Derive the state at `step`; called instead of `load_state_dict` if the rank count is not `saved_ranks`."""
 
 
 @runtime_checkable
 class PartialStateful(Stateful, Protocol):
-    """A stateful object of which a rank may need only parts."""
+    """A stateful object that a rank may need only parts of."""
 
     def load_parts(self, state: Any) -> None:
         """Restore a state with a `SavedTensor` instead of each tensor; called instead of `load_state_dict`."""
@@ -87,7 +87,7 @@ class SharingPattern(Enum):
     PER_GROUP = "per_group"
     """One state per process group, saved by the group's lowest rank."""
     SHARDED = "sharded"
-    """Each rank saves its parts of the tensors; any number of ranks loads them, split in any other way."""
+    """Each rank saves its parts of the tensors; any number of ranks can load them, split in any way."""
     PER_NODE = "per_node"
     """One state per machine, saved by its local rank 0."""
 

@@ -130,7 +130,7 @@ class CheckpointManager:
     def reserve(self, components: Sequence[StateComponent]) -> None:
         """Allocate host memory for saves in advance.
 
-        The size is that of the current state; most of an optimizer's state exists only after its first step.
+        The size is computed from the current state; most of an optimizer's state exists only after its first step.
         """
         check_components(components, self._groups)
         for component in components:
@@ -153,7 +153,7 @@ class CheckpointManager:
         Waits for the previous save to be written. A step that this manager already saved, and whose files are still
         there, is not written again; anything else at that path (a damaged directory, a checkpoint from before a
         rollback) is replaced. A `temporary` checkpoint is removed once a newer one exists, and `keep` does not count
-        it. Raises the error of a failed synchronous save; `wait` raises that of an asynchronous one.
+        it. Raises the error of a failed synchronous save; `wait` raises the error of an asynchronous one.
         """
         check_components(components, self._groups)
         stored = _as_json({**(metadata or {}), **({TEMPORARY: True} if temporary else {})})
@@ -379,7 +379,7 @@ class CheckpointManager:
                 errors.append(str(error))
                 self._damaged.add(candidate)
                 logger.warning("skipped: %s", error)
-        damaged = f" ({len(errors)} damaged, the first: {errors[0]})" if errors else ""
+        damaged = f" ({len(errors)} damaged; the first: {errors[0]})" if errors else ""
         raise CheckpointError(
             f"{self.run} has no valid checkpoint{damaged}: start over with --overwrite_output_dir=true"
         )
@@ -396,7 +396,10 @@ class CheckpointManager:
             for component in selected:
                 if component.required and component.key in missing:
                     count = len(manifest.components[component.key].ranks)
-                    raise CheckpointError(f"{chosen} has no '{component.key}' for this rank: {count} ranks wrote it")
+                    raise CheckpointError(
+                        f"{chosen} has no '{component.key}' for this rank, since {count} ranks wrote it: resume with "
+                        "the same number of processes"
+                    )
 
         def restore() -> None:
             for component in selected:
@@ -442,7 +445,7 @@ class CheckpointManager:
         return f"{component.key}.rank-{self._world.rank if is_own else 0:05d}"
 
     def _has_other_ranks(self, component: StateComponent, manifest: Manifest) -> bool:
-        """Whether each rank saved its own state, on another number of ranks, and the component can handle that."""
+        """Whether each rank saved its own state, on a different number of ranks, and the component supports that."""
         saved = manifest.components.get(component.key)
         return (
             saved is not None
@@ -583,7 +586,7 @@ def rank_by_metric(run: Path, *, greater_is_better: bool) -> list[tuple[float, P
 
 
 def _check_free_space(target: Path, snapshots: Sequence[ComponentSnapshot]) -> None:
-    """Raise before writing a checkpoint that cannot fit: its size is nearly that of its tensors."""
+    """Raise before writing a checkpoint that cannot fit: its size is nearly the size of its tensors."""
     written = (item.snapshot for item in snapshots if item.location.is_writer and item.snapshot is not None)
     needed = sum(tensor.nbytes for snapshot in written for tensor in snapshot.tensors.values())
     directory = next(path for path in (target, *target.parents) if path.exists())

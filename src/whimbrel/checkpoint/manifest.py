@@ -157,7 +157,7 @@ def parse_manifest(content: bytes, path: Path | str) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST_FILE} is not valid ({error})") from error
     if version != FORMAT_VERSION and (digest is None or _to_json(fields) == content):
         raise CheckpointError(
-            f"{path} has checkpoint format {version}, expected {FORMAT_VERSION}: use the version that wrote it"
+            f"{path} has checkpoint format {version}, expected {FORMAT_VERSION}: use the Whimbrel version that wrote it"
         )
     if _to_json(fields) != content:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST_FILE} has changed since it was written")

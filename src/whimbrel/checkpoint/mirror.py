@@ -79,7 +79,7 @@ class CheckpointMirror:
             logger.info("Waiting for the upload of checkpoints to %s", self.url)
             thread.join(CLOSE_SECONDS)
             if thread.is_alive():
-                logger.warning("the upload to %s did not finish in %g s and was given up", self.url, CLOSE_SECONDS)
+                logger.warning("gave up on the upload to %s, which did not finish within %g s", self.url, CLOSE_SECONDS)
         if self._failed:
             logger.warning("%s lacks the last checkpoint, which exists only in the run directory", self.url)
 
@@ -106,7 +106,7 @@ class CheckpointMirror:
                 error = failure
                 logger.warning("skipped: %s", failure)
         if error is not None:
-            raise CheckpointError(f"{self.url} has no valid checkpoint, the last error: {error}")
+            raise CheckpointError(f"{self.url} has no valid checkpoint (last error: {error})")
         return None
 
     def clear(self) -> None:

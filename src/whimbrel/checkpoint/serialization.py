@@ -34,8 +34,8 @@ def pack(state: Any) -> tuple[dict[str, Tensor | LazyGather], Any]:
     """Separate the tensors of `state` from the rest: named tensors, and a JSON tree that refers to them by name.
 
     A tensor that occurs twice is stored once. Subclasses of dict become dicts, NumPy scalars become Python numbers;
-    everything else is restored exactly by `unpack`. Raises CheckpointError for types that cannot be. Of a sharded
-    tensor, the tree has this rank's part (see checkpoint/sharded.py). A `LazyGather` tensor is not gathered yet.
+    everything else is restored exactly by `unpack`. Raises CheckpointError for types that cannot be. For a
+    sharded tensor, the tree has this rank's part (see checkpoint/sharded.py). A `LazyGather` is not gathered yet.
     """
     tensors: dict[str, Tensor | LazyGather] = {}
     names: dict[tuple[Any, ...], str] = {}
@@ -100,7 +100,9 @@ def unpack_with(tensor: Callable[[str, Any], Any], tree: Any) -> Any:
             return bytes.fromhex(value)
     if (found := tensor(kind, value)) is not None:
         return found
-    raise CheckpointError(f"unknown node type '{kind}' in the state: it was written by a newer version")
+    raise CheckpointError(
+        f"unknown node type '{kind}' in the state: it was written by a newer version of Whimbrel, upgrade to load it"
+    )
 
 
 def _check_keys(node: Mapping[Any, Any], path: str) -> None:

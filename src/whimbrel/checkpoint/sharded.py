@@ -95,7 +95,7 @@ class SavedPart(NamedTuple):
 
 
 class SavedTensor:
-    """A tensor of a checkpoint, of which any part can be read."""
+    """A tensor of a checkpoint; any part of it can be read."""
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[SavedPart], file: Callable[[str], Any]
@@ -109,7 +109,7 @@ class SavedTensor:
         return self.read((0,) * len(self.shape), self.shape)
 
     def like(self, target: Tensor, order: Tensor | None = None) -> Tensor:
-        """The tensor sharded like `target`, a DTensor; `order`: that of the rows of `target`."""
+        """The tensor sharded like `target`, a DTensor; `order` is the order of the rows of `target`."""
         part = local_part(target)
         rows = [
             self.read(piece.offset, (piece.stop - piece.start, *part.local.shape[1:])) for piece in part.pieces(order)

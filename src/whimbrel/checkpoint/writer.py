@@ -40,7 +40,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
     tree: Any
     lazy: Mapping[str, LazyGather] = field(default_factory=dict)
-    """Tensors of which only this rank's part was copied; `gather` assembles them on rank 0."""
+    """Tensors with only this rank's part copied; `gather` assembles them on rank 0."""
 
     def gather(self, world: World) -> Snapshot:
         """The snapshot with full tensors on rank 0. Collective."""
@@ -55,7 +55,7 @@ class HostBuffers:
     """One host memory buffer per component, reused by every save; pinned if the tensors are on a CUDA device.
 
     `copy` only enqueues the copies from a device, in order with the work already queued there, so that training can
-    continue at once. `synchronize` must have returned before a snapshot is read. A snapshot is valid until the next
+    continue immediately. `synchronize` must have returned before a snapshot is read. A snapshot is valid until the next
     one of the same component.
     """
 

@@ -23,7 +23,7 @@ Separator = Annotated[
         parser=parse_escapes, metavar="TEXT", help="Separator between documents in text files; \\n is a newline."
     ),
 ]
-TextKey = Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) of the text.")]
+TextKey = Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) that contains the text.")]
 Encoding = Annotated[str, typer.Option(help="Encoding of text and jsonl files, such as latin-1 or utf-16.")]
 SkipBad = Annotated[
     bool,
@@ -45,11 +45,12 @@ def prepare(
         Path | None,
         typer.Option(help="Output directory. (default: data/NAME plus the token count, as in data/fineweb20M)"),
     ] = None,
-    shard_size: Annotated[int, typer.Option(help="Tokens per shard.")] = SHARD_SIZE,
-    total_tokens: Annotated[int | None, typer.Option(help="Training tokens to write. (default: all)")] = None,
+    shard_size: Annotated[int, typer.Option(help="Number of tokens per shard.")] = SHARD_SIZE,
+    total_tokens: Annotated[int | None, typer.Option(help="Number of training tokens to write. (default: all)")] = None,
     val: Annotated[list[str] | None, typer.Option(help="Source of the validation split; can be repeated.")] = None,
     val_tokens: Annotated[
-        int, typer.Option(help="Tokens of SOURCE to hold out for validation: documents, or parts of long ones.")
+        int,
+        typer.Option(help="Number of tokens of SOURCE to hold out for validation, as documents or parts of long ones."),
     ] = 0,
     tokenizer: Annotated[
         str, typer.Option(help="gpt2, a tokenizer.json, a directory with one, or owner/name on the Hub.")
@@ -59,12 +60,14 @@ def prepare(
     encoding: Encoding = "utf-8",
     skip_bad: SkipBad = False,
     name: Annotated[str | None, typer.Option(help="Prefix of the shard file names. (default: from SOURCE)")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Tokenizer threads. (default: all cores)")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of tokenizer threads. (default: all cores)")
+    ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Tokenize on a Ray cluster instead (extra `ray`).")] = False,
 ) -> None:
     """Tokenize text into shards for `whimbrel train`.
 
-    Each document starts with the end-of-text token. The shards are the same bytes for any number of workers. If the
+    Each document starts with the end-of-text token. The shards are byte-identical for any number of workers. If the
     command is interrupted, rerun it to resume after the last complete shard.
     """
     from whimbrel.base.errors import ConfigError
@@ -113,8 +116,10 @@ def prepare(
 def train_tokenizer_command(
     source: Annotated[list[str], typer.Argument(help="Files, directories, globs, or owner/dataset[:config].")],
     out_dir: Annotated[Path, typer.Option(help="Output directory for tokenizer.json and tokenizer_config.json.")],
-    vocab_size: Annotated[int, typer.Option(help="Number of ids, including the 256 bytes and end-of-text.")] = 32_768,
-    min_frequency: Annotated[int, typer.Option(help="Minimum frequency of a pair to be merged.")] = 2,
+    vocab_size: Annotated[
+        int, typer.Option(help="Vocabulary size, including the 256 byte tokens and end-of-text.")
+    ] = 32_768,
+    min_frequency: Annotated[int, typer.Option(help="Minimum frequency for a pair to be merged.")] = 2,
     text_key: TextKey = "text",
     separator: Separator = None,
     encoding: Encoding = "utf-8",
@@ -138,7 +143,7 @@ def train_tokenizer_command(
     tokenizer = train_tokenizer(documents, vocab_size, min_frequency=min_frequency)
     if errors:
         count = f"{len(errors):,} document{'s' * (len(errors) != 1)}"
-        print(f"skipped {count} that could not be read, the first one: {errors[0]}", file=sys.stderr)
+        print(f"skipped {count} that could not be read; the first: {errors[0]}", file=sys.stderr)
     if manifest is not None and manifest.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(f"{out_dir} contains shards that need its current tokenizer.json: choose another --out-dir")
     tokenizer.save(out_dir)
@@ -163,7 +168,7 @@ def show_tokenizer(
     ] = "gpt2",
     text: Annotated[str | None, typer.Option(help="Show the tokens of this text.")] = None,
 ) -> None:
-    """Show a tokenizer's vocabulary size and special tokens, and how it splits a text."""
+    """Show a tokenizer's vocabulary size and special tokens, and how it splits text."""
     loaded = _load_tokenizer(tokenizer)
     print(f"vocabulary: {loaded.vocab_size:,} ids, stored as {loaded.dtype}")
     print(f"end-of-text: {loaded.eot_token} ({loaded.eot_id})")
@@ -177,13 +182,13 @@ def show_tokenizer(
 def verify(
     path: Annotated[Path, typer.Argument(help="Directory of token shards, a run, or a checkpoint.", metavar="PATH")],
 ) -> None:
-    """Check the token shards in a directory, or the checkpoints of a run, against the sha256 in their manifest.
+    """Check the token shards in a directory, or the checkpoints of a run, against the checksums in their manifest.
 
     For shards, also checks the header, the size, the token ids and that tokenizer.json is the one they were prepared
     with.
 
     Prints one line per shard or checkpoint. Errors are printed to standard error, and the exit code is 2. A directory
-    left by an interrupted removal of a checkpoint is not an error.
+    left behind by an interrupted checkpoint removal is not an error.
     """
     from whimbrel.base.errors import DataError
 

@@ -192,7 +192,7 @@ def _compile_feature(best: Device) -> Feature:
     from whimbrel.ops.compiler import missing_compiler
 
     missing = [package for kind in dict.fromkeys(("cpu", best.kind)) if (package := missing_compiler(kind))]
-    remedy = f"install {' and '.join(missing)}, or train with --train.compile=false (text is generated slower too)"
+    remedy = f"install {' and '.join(missing)}, or train with --train.compile=false (generation is slower too)"
     note = remedy if missing else f"on {best.kind}"
     return Feature(name="compile", works=not missing, note=note)
 

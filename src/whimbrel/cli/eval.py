@@ -21,8 +21,8 @@ __all__ = ["evaluate"]
 Tasks = Annotated[
     str | None,
     typer.Option(
-        help="arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande, gsm8k (comma-separated), or all: those "
-        "before gsm8k."
+        help="arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande, gsm8k (comma-separated), or all: every "
+        "task except gsm8k."
     ),
 ]
 Data = Annotated[
@@ -43,7 +43,7 @@ ShotsData = Annotated[
     Path | None,
     typer.Option(
         help="File of few-shot examples, or directory with TASK_train.jsonl. (default: TASK_train.jsonl next to the "
-        "task's file, otherwise that file)"
+        "task's file, else the task's file itself)"
     ),
 ]
 Multiturn = Annotated[
@@ -60,7 +60,7 @@ Stop = Annotated[
     list[str] | None, typer.Option(help="Stop string of generated answers, instead of the task's; can be repeated.")
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Use only the first N items of each task, or documents of each text.")
+    int | None, typer.Option(min=1, help="Evaluate only the first N items of each task, or documents of each text.")
 ]
 BatchSize = Annotated[
     int | None, typer.Option(min=1, help="Maximum number of sequences per forward pass. (default: as many as fit)")
@@ -76,7 +76,7 @@ def evaluate(
     data: Data = None,
     generate: Generate = None,
     text: Text = None,
-    text_key: Annotated[str, typer.Option(help="The text field of parquet and jsonl sources.")] = "text",
+    text_key: Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) that contains the text.")] = "text",
     shots: Shots = None,
     shots_data: ShotsData = None,
     chat: Annotated[bool, typer.Option("--chat", help="Render prompts with the model's chat template.")] = False,
@@ -98,7 +98,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model: accuracy on multiple-choice tasks, exact match of generated answers, bits per byte of text.
 
-    Tasks have the prompts and the scoring of lm-eval, and are read from local files.
+    Tasks use the prompts and scoring of lm-eval, and are read from local files.
     """
     import torch
 
@@ -110,7 +110,7 @@ def evaluate(
     if out is not None and out.is_dir():
         raise ConfigError(f"expected a file for --out, got the directory {out}")
     if log_samples and out is None:
-        raise ConfigError("expected --out with --log-samples, which adds the samples to that file")
+        raise ConfigError("--log-samples writes the samples to --out, got no --out: add --out FILE")
     prompt_options = {"--shots": shots, "--shots-data": shots_data, "--chat": chat or None, "--multiturn": multiturn}
     _check_sources(names, generate, text, prompt_options, {"--max-new-tokens": max_new_tokens, "--stop": stop})
     _check_chat(chat, multiturn, parse_special)

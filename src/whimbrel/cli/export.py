@@ -37,11 +37,11 @@ FinalRecipe = Annotated[
 ]
 HeldOutData = Annotated[
     str | None,
-    typer.Option(help="Held-out token shards, text or chats for the loss. (default: the validation data of the run)"),
+    typer.Option(help="Held-out token shards, text or chats to evaluate on. (default: the run's validation data)"),
 ]
 IgnoreRecipe = Annotated[
     bool,
-    typer.Option("--ignore-qat-recipe", help="Allow a recipe other than the one the run was trained for (QAT)."),
+    typer.Option("--ignore-qat-recipe", help="Allow a recipe other than the one a QAT run was trained for."),
 ]
 Merge = Annotated[bool, typer.Option("--merge", help="Merge the adapters into the weights of the base model.")]
 
@@ -62,19 +62,24 @@ def finalize(
     data: HeldOutData = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of held-out tokens.")] = MAX_TOKENS,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja chat template.")] = None,
-    generation_config: Annotated[Path | None, typer.Option(help="A JSON file with generation settings.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Generation: maximum number of tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Generation: temperature; 0 is greedy decoding.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Generation: sample from the k most likely tokens.")] = None,
+    generation_config: Annotated[Path | None, typer.Option(help="A JSON file like generation_config.json.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="max_new_tokens to store in the generation config.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="temperature to store in the generation config; 0 is greedy.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="top_k to store in the generation config.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Generation: sample from the most likely tokens with this total probability.")
+        float | None,
+        typer.Option(help="top_p to store in the generation config."),
     ] = None,
     ignore_qat_recipe: IgnoreRecipe = False,
     merge: Merge = False,
     base: Base = None,
     device: Annotated[str | None, typer.Option(help="cuda, mps or cpu. (default: the fastest available)")] = None,
 ) -> None:
-    """Prepare a model for publishing: quantize it, add tokenizer, chat template, generation settings and a model card.
+    """Prepare a model for publishing: quantize it, and add tokenizer, chat template, generation config and model card.
 
     The held-out loss before and after is printed and recorded in README.md and finalize.json. A run with adapters
     becomes a PEFT directory, or a complete model with --merge.
@@ -289,7 +294,7 @@ def push(
 ) -> None:
     """Upload a model to the Hugging Face Hub, with tokenizer, chat template and model card.
 
-    A run is finalized first, as by `whimbrel finalize`, with the held-out loss in the model card. A directory
+    A run is finalized first, as with `whimbrel finalize`, with the held-out loss in the model card. A directory
     written by `whimbrel finalize` is uploaded as is; to quantize, run that first. A run with adapters becomes a PEFT
     repository, or a complete model with --merge. Optimizer state and logs are never uploaded. Log in with `hf auth
     login`, or set HF_TOKEN. Needs the extra `hub`.
@@ -335,7 +340,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="A new directory (hf), or a new file that ends in .gguf (gguf).")],
     output_format: Annotated[
         Literal["hf", "gguf"] | None,
-        typer.Option("--format", help="(default: gguf if OUT ends in .gguf, else hf)"),
+        typer.Option("--format", help="Output format. (default: gguf if OUT ends in .gguf, else hf)"),
     ] = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of the weights. (default: as stored)")

@@ -49,7 +49,7 @@ def finetune(
     objective: Annotated[str, typer.Option(help="sft, lm (text), dpo or orpo (preference pairs), distill.")] = "sft",
     epochs: Annotated[float | None, typer.Option(help="Passes over the data. (default: 2)")] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate. (default for sft: 2e-4, with --full 2e-5)")
+        float | None, typer.Option(help="Peak learning rate. (default for sft: 2e-4, or 2e-5 with --full)")
     ] = None,
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens per sequence. (default: the model's context, at most 2048)")
@@ -69,7 +69,8 @@ def finetune(
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
     nproc: Annotated[
-        int | None, typer.Option(help="Number of processes on this machine; default: one per visible GPU, 1 on a CPU.")
+        int | None,
+        typer.Option(help="Number of processes on this machine. (default: one per visible GPU, or 1 on a CPU)"),
     ] = None,
 ) -> None:
     """Fine-tune a model on chats, preference pairs or text.
@@ -122,14 +123,14 @@ def _run(config: RunConfig, overrides: Sequence[str], dry_run: bool, plain: bool
 
 
 def _adapters(full: bool, rank: int | None, weights: str | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """The section [lora], unless all weights are trained."""
+    """The `[lora]` section; empty if all weights are trained."""
     from whimbrel.base.errors import ConfigError
 
     for option, value in (("--lora-rank", rank), ("--weights", weights)):
         if full and value is not None:
-            raise ConfigError(f"{option} {value} is for LoRA, but --full trains all weights: leave one of them out")
+            raise ConfigError(f"{option} {value} applies to LoRA, but --full trains all weights: omit one of them")
     for override in (override for override in overrides if full and override.startswith("--lora.")):
-        raise ConfigError(f"{override} is for LoRA, but --full trains all weights: leave one of them out")
+        raise ConfigError(f"{override} applies to LoRA, but --full trains all weights: omit one of them")
     rank = 16 if rank is None else rank
     return {} if full else {"lora": {"rank": rank, "alpha": 2.0 * rank}}
 
@@ -154,7 +155,7 @@ def _run_length(overrides: Sequence[str], epochs: float | None) -> dict[str, flo
 
 
 def _device_defaults(overrides: Sequence[str], *, full: bool) -> dict[str, Any]:
-    """On a GPU: torch.compile and bf16; frozen weights are stored in bf16, too."""
+    """On a GPU: torch.compile and bf16; frozen weights are also stored in bf16."""
     from whimbrel.train.device import choose_device
 
     chosen = [override.partition("=")[2] for override in overrides if override.startswith("--train.device=")]
@@ -225,8 +226,9 @@ def _warnings(config: RunConfig, samples: PreparedSamples) -> Iterator[str]:
     counts = {
         f"truncated to {limit}": stats.truncated,
         f"dropped: longer than {limit}": stats.dropped,
-        "without a special token at the end: the model will not learn to stop from them": stats.unterminated,
-        "with answers that start within a token: prompts are tokenized differently at inference": stats.misaligned,
+        "without a special token at the end: they do not teach the model to stop": stats.unterminated,
+        "with answers that start in the middle of a token: inference will tokenize the prompts "
+        "differently": stats.misaligned,
         **{f"skipped: {reason}": count for reason, count in report.skipped.items()},
     }
     yield from (_line("Warning", f"{_count(count, 'sample')} {text}") for text, count in counts.items() if count)

@@ -26,7 +26,7 @@ CHAT_COMMANDS = {
     "/help": "list the commands",
     "/reset": "start a new conversation",
     "/exit": "quit, as Ctrl-D does",
-    "Ctrl-C": "stop an answer",
+    "Ctrl-C": "stop the answer",
 }
 CHAT_HELP = "\n".join(f"{command:<8} {effect}" for command, effect in CHAT_COMMANDS.items())
 CHAT_HINT = "/help lists the commands, /exit quits"
@@ -69,7 +69,10 @@ def generate(
     sampling, limit = options.sampling_params(opened.generation_config)
     llm = options.load_llm(opened, max_batch=max(n, num_beams or 1))
     if num_beams is None and len(prompt) >= (context := llm.engine.context_length):
-        typer.echo(f"The prompt has {len(prompt):,} tokens and the context {context:,}: only its end is used", err=True)
+        typer.echo(
+            f"The prompt has {len(prompt):,} tokens and the context holds {context:,}: using only its last tokens",
+            err=True,
+        )
     stops, seed = options.stop or (), options.seed
     texts: Iterable[Iterable[str]]
     if num_beams is not None:

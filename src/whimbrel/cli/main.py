@@ -270,7 +270,7 @@ def _usage_error(text: str, context: Any) -> str:
     if "Invalid value" in text or text.endswith("?") or context is None:
         return text
     if "unexpected extra argument" in text and context.command.name == "generate":
-        return f"{text}: quote a prompt of several words"
+        return f"{text}: quote a prompt that contains spaces"
     return f"{text}; see {context.command_path} --help"
 
 

@@ -42,7 +42,7 @@ Base = Annotated[
 Quantize = Annotated[
     str | None, typer.Option(help="Quantize an unquantized model while loading: int8, int8-dynamic, int4 or fp8.")
 ]
-KVCacheDtype = Annotated[str, typer.Option(help="KV cache dtype: none (that of the model), fp8, int8 or int4.")]
+KVCacheDtype = Annotated[str, typer.Option(help="KV cache dtype: none (the model's dtype), fp8, int8 or int4.")]
 Compile = Annotated[
     bool,
     typer.Option("--compile", help="Compile the decode step: slower startup (up to minutes), faster generation."),
@@ -66,7 +66,7 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 256}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """The options of `generate` and `chat`. Sampling options that are None are those of the model."""
+    """The options of `generate` and `chat`. Sampling options that are None default to the model's."""
 
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of tokens to generate. (default: the model's, or 256)")

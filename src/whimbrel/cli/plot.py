@@ -44,9 +44,7 @@ def plot(
     tokens: Annotated[bool, typer.Option("--tokens", help="Use tokens instead of steps on the x-axis.")] = False,
     panels: Annotated[
         str | None,
-        typer.Option(
-            help=f"Panels to plot, in order (comma-separated): {', '.join(LABELS)}. (default: all that the runs have)"
-        ),
+        typer.Option(help=f"Panels to plot, in order (comma-separated): {', '.join(LABELS)}. (default: all with data)"),
     ] = None,
     smooth: Annotated[
         int | None,
@@ -75,7 +73,7 @@ def plot(
         raise DataError(f"{empty.path} has no steps to plot")
     for log in logs:
         if tokens and log.start:
-            print(f"{log.path} starts after step {log.start}: its token counts start there")
+            print(f"{log.path} starts after step {log.start}: its tokens are counted from there")
 
     def has(panel: str) -> bool:
         return any(_value(panel, line) is not None for log in logs for line in log.steps)

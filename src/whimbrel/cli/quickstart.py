@@ -1,4 +1,4 @@
-"""`whimbrel quickstart SOURCE`: from text to a trained model, with sizes chosen for the text, the machine and the time.
+"""`whimbrel quickstart SOURCE`: from text to a trained model, with sizes to suit text, machine and time budget.
 
 Everything it does is a command of its own (`tokenizer train`, `prepare`, `train`, `eval`, `generate`); the config it
 writes lists them.
@@ -70,12 +70,16 @@ def quickstart(
             "owner/dataset[:config]."
         ),
     ],
-    minutes: Annotated[float, typer.Option(help="Time for everything, from reading the text to the last step.")] = 10.0,
+    minutes: Annotated[
+        float, typer.Option(help="Time budget, from reading the text to the last training step.")
+    ] = 10.0,
     depth: Annotated[
-        int | None, typer.Option(help="Number of layers, which sets the width too. (default: the best for the time)")
+        int | None,
+        typer.Option(help="Number of layers, which also sets the width. (default: the best for the time budget)"),
     ] = None,
     out_dir: Annotated[
-        Path | None, typer.Option(help="Run directory; the shards are in data/ under its name. (default: runs/NAME)")
+        Path | None,
+        typer.Option(help="Run directory; the shards are written to data/ under the same name. (default: runs/NAME)"),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="gpt2, a tokenizer.json, or a directory with one. (default: train one)")
@@ -90,7 +94,7 @@ def quickstart(
         typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: on a terminal)"),
     ] = None,
 ) -> None:
-    """Train a model on your text, with sizes chosen for the text, the machine and the time.
+    """Train a model on your text, with sizes chosen to suit the text, the machine and the time budget.
 
     Trains a tokenizer, measures the training speed of a few model sizes, chooses the one with the lowest predicted
     loss, writes the config to OUT_DIR.toml, trains, evaluates on held-out text and generates a sample. Rerun the same
@@ -354,7 +358,7 @@ class _Job:
         if plan.is_data_limited:
             yield "Shorter than --minutes: more epochs on so little text would overfit"
         elif plan.seconds > max(self.remaining(), 0) * 1.2:
-            yield "Longer than --minutes: there is not enough time for this text and machine"
+            yield "Longer than --minutes: this text needs more time on this machine"
 
     def _commands(self, manifest: Manifest) -> Iterator[str]:
         """The equivalent separate commands."""

@@ -30,7 +30,7 @@ Adapters = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=PATH",
-        help="Also serve this adapter, with NAME as its model id for clients; can be repeated.",
+        help="Also serve this adapter under the model id NAME; can be repeated.",
     ),
 ]
 
@@ -38,7 +38,7 @@ Adapters = Annotated[
 def serve(
     model: Model,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; any other than loopback requires an API key.")
+        str, typer.Option(help="Address to listen on; anything other than loopback requires an API key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
     api_key: Annotated[
@@ -46,14 +46,16 @@ def serve(
         typer.Option(
             envvar=KEY_VARIABLE,
             show_envvar=True,
-            help="API key that clients must send. The environment variable hides it from process listings.",
+            help="API key that clients must send. Set the environment variable to keep it out of process listings.",
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(help="Allow requests for this host name; '*' allows any; can be repeated."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Model id for clients. (default: the name of its directory)")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Model id in the API. (default: the name of the model's directory)")
+    ] = None,
     adapter: Adapters = None,
     quantize: Quantize = None,
     kv_cache_dtype: KVCacheDtype = "none",
@@ -67,7 +69,7 @@ def serve(
     ] = None,
     max_requests: Annotated[int, typer.Option(help="Maximum number of requests, running or waiting.")] = 256,
     max_connections: Annotated[
-        int, typer.Option(help="Maximum number of open connections; lower if the open-file limit requires it.")
+        int, typer.Option(help="Maximum number of open connections; fewer if the open-file limit is too low.")
     ] = 1024,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(help="Maximum prompt length in tokens. (default: the context length minus 1)")
@@ -80,7 +82,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: an OpenAI-compatible API and a chat page.
 
-    SIGTERM or Ctrl-C stops the server once running requests have finished; a second one stops it at once.
+    SIGTERM or Ctrl-C stops the server once running requests have finished; a second signal stops it immediately.
     """
     from whimbrel.server import ServeConfig
 
@@ -114,7 +116,7 @@ def serve(
 
 
 def _run(config: ServeConfig, load: Callable[[], Served], engine_options: dict[str, Any]) -> None:
-    """Bind the address, so that one in use is reported at once, then load the model and serve it."""
+    """Bind the address, so that an address in use is reported immediately, then load the model and serve it."""
     try:
         from whimbrel.server.app import Service
         from whimbrel.server.http import Server, bind_socket, server_url

@@ -65,7 +65,8 @@ def train(
         bool, typer.Option("--exit-143", help="Exit with code 143 instead of 0 when stopped by a signal.")
     ] = False,
     nproc: Annotated[
-        int | None, typer.Option(help="Number of processes on this machine; default: one per visible GPU, 1 on a CPU.")
+        int | None,
+        typer.Option(help="Number of processes on this machine. (default: one per visible GPU, or 1 on a CPU)"),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option(help="Restart all processes up to N times if one fails; they resume from a checkpoint.")
@@ -204,9 +205,11 @@ def memory(
     device: Annotated[str | None, typer.Option(help="Predict for cuda or cpu; the device need not be present.")] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(help="Number of processes; nothing is started. (default: the product of the sizes in [parallel])"),
+        typer.Option(help="Number of processes to predict for. (default: the product of the sizes in [parallel])"),
     ] = None,
-    device_memory: Annotated[float, typer.Option(help="GiB per device, for --parallel.strategy=auto.")] = 80.0,
+    device_memory: Annotated[
+        float, typer.Option(help="Memory per device in GiB, for --parallel.strategy=auto.")
+    ] = 80.0,
     optimizer: Annotated[
         list[str] | None, typer.Option(help="Compare with this optimizer only, instead of all; can be repeated.")
     ] = None,
@@ -218,7 +221,7 @@ def memory(
     """Predict the peak memory of a training step for the run's optimizer and for all others.
 
     The step runs on fake tensors, so it needs neither the device nor its memory. Override any setting with
-    --section.name=value. With several processes (--nproc 64 --parallel.strategy=fsdp), the memory is that of one rank.
+    --section.name=value. With several processes (--nproc 64 --parallel.strategy=fsdp), the prediction is for one rank.
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.config import did_you_mean

@@ -126,7 +126,7 @@ def check_unused(section: str, settings: object, names: Iterable[str], needs: st
     for name in names:
         value = getattr(settings, name)
         if value != defaults[name]:
-            raise ConfigError(f"{_join(section, name)} = {value!r} needs {needs}: set that, or leave {name} out")
+            raise ConfigError(f"{_join(section, name)} = {value!r} needs {needs}: set that, or remove {name}")
 
 
 def check_choices(section: str, settings: object) -> None:
@@ -207,8 +207,10 @@ def list_settings(cls: type, section: str = "") -> Iterator[Setting]:
 
 
 def _type_in_words(kind: Any) -> str:
-    """For example "integer", "fp32, bf16 or fp16", "list of strings"; None is left out."""
+    """For example "integer", "fp32, bf16 or fp16", "list of strings"; None is omitted."""
     parts = list(_type_names(kind))
+    if parts == ["a list of them"]:  # the description of the setting names the choices
+        return "list of strings"
     return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 

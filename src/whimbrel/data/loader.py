@@ -129,7 +129,7 @@ class TokenDataLoader:
         if self.world_size not in (1, world_size) or (self.world_size > 1 and self.rank != rank):
             raise ConfigError(
                 f"expected a TokenDataLoader for rank {rank} of {world_size}, got one for rank {self.rank} of "
-                f"{self.world_size}: leave out rank and world_size, the trainer splits the data"
+                f"{self.world_size}: omit rank and world_size; the trainer splits the data"
             )
         self.rank, self.world_size = rank, world_size
 
@@ -184,7 +184,7 @@ class Sequences(Protocol):
         """The position `count` sequences after `position`."""
 
     def read(self, position: int, x_BT: NDArray[Any], y_BT: NDArray[Any]) -> NDArray[np.int64] | None:
-        """Read the B sequences from `position` on and their targets. Returns their lengths; None: all T."""
+        """Read the B sequences starting at `position` and their targets. Returns their lengths; None: all T."""
 
 
 class JoinedSequences:
@@ -284,7 +284,7 @@ class BlockOrder:
     seed: int | None
 
     def segments(self, position: int, count: int) -> Iterator[tuple[int, int]]:
-        """The `count` tokens from `position` on, as (start in the stream, length)."""
+        """The `count` tokens starting at `position`, as (start in the stream, length)."""
         while count:
             epoch, offset = divmod(position, self.num_tokens)
             start, available = self._locate(epoch, offset)

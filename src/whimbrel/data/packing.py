@@ -151,7 +151,7 @@ class TokenizedSamples:
         return samples
 
     def select(self, indices: Sequence[int] | NDArray[Any]) -> TokenizedSamples:
-        """The samples with these numbers, or with `pair` the pairs; its counts of left out samples are 0."""
+        """The samples with these numbers, or with `pair` the pairs; counts of dropped samples are 0 in the result."""
         numbers = np.asarray(indices, dtype=np.int64)
         if self.pair:
             numbers = (2 * numbers[:, None] + np.arange(2)).reshape(-1)
@@ -170,12 +170,12 @@ class TokenizedSamples:
         )
 
     def split(self, fraction: float, seed: int) -> tuple[TokenizedSamples, TokenizedSamples]:
-        """A training and a validation part; `fraction` (0 to 1) of the samples, at least one, are for validation."""
+        """A training and a validation part; `fraction` (0 to 1) of the samples, but at least one, is for validation."""
         count = len(self) // (2 if self.pair else 1)
         num_validation = max(1, round(count * fraction))
         if not 0 < fraction < 1 or num_validation >= count:
             raise DataError(
-                f"expected a validation share from 0 to 1 that leaves samples for training, got {fraction} of {count}"
+                f"expected a validation fraction (0 to 1) that leaves samples for training, got {fraction} of {count}"
             )
         order = _permutation(count, seed)
         return self.select(np.sort(order[num_validation:])), self.select(np.sort(order[:num_validation]))
@@ -192,7 +192,7 @@ def tokenize_samples(
 ) -> TokenizedSamples:
     """Tokenize all samples of a reader, each of at most `max_tokens` tokens.
 
-    Documents end with the end-of-text token and are supervised completely; too long ones are truncated anywhere.
+    Documents end with the end-of-text token and are supervised completely; long ones are truncated at any token.
     Preference pairs are never truncated, only dropped. `template` may be None if there are only documents. A sample
     that the template rejects raises DataError with its line; if the reader skips bad rows, it is counted in its report.
     """
@@ -230,7 +230,7 @@ def tokenize_samples(
         raise DataError(
             f"no samples of at most {max_tokens} tokens{unit} ({stats.dropped} dropped, the longest has "
             f"{stats.longest}): "
-            "raise the sequence length (data.sequence_length; at most the context of the model)"
+            "raise the sequence length (data.sequence_length, up to the model's context length)"
         )
     ids, mask = _concatenate(kept_ids, tokenizer.dtype), _concatenate(kept_masks, np.dtype(np.bool_))
     stats.tokens, stats.supervised_tokens = len(ids), int(mask.sum())
@@ -322,7 +322,7 @@ def _permutation(count: int, seed: int) -> NDArray[np.int64]:
 
 
 class PackedRows:
-    """Rows of `row_tokens` tokens as a map-style dataset; each contains whole samples, in random order.
+    """Rows of `row_tokens` tokens as a map-style dataset; each contains complete samples, in random order.
 
     A row has `input_ids`, `targets` (the next token of the sample; -100 where it is not supervised), `documents` (the
     number of the sample within the row, one more for padding at the end) and `position_ids` (from 0 in each sample).
@@ -335,7 +335,9 @@ class PackedRows:
         lengths = samples.lengths.reshape(-1, unit).sum(axis=1)
         if (longest := int(lengths.max())) > row_tokens:
             kind = "pairs" if samples.pair else "samples"
-            raise DataError(f"expected {kind} of at most {row_tokens} tokens, got one of {longest}: make rows longer")
+            raise DataError(
+                f"expected {kind} of at most {row_tokens} tokens, got one of {longest}: increase row_tokens"
+            )
         order = _permutation(len(lengths), seed)
         rows = np.array(first_fit(lengths[order].tolist(), row_tokens), dtype=np.int64)
         units = order[np.argsort(rows, kind="stable")]

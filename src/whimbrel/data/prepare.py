@@ -243,7 +243,7 @@ class _ShardCollector:
         if not self._train.tokens and self._val.tokens and self._settings.val_tokens:
             raise DataError("--val-tokens held out all documents: pass a smaller number, or use --val")
         if self._skipped:
-            first = f", the first one: {self._first_error}" if self._first_error else ""
+            first = f"; the first: {self._first_error}" if self._first_error else ""
             count = f"{self._skipped:,} document{'s' * (self._skipped != 1)}"
             logger.warning("skipped %s that could not be read%s", count, first)
         if not self._train.tokens:
@@ -386,7 +386,7 @@ def document_hash(tokens: NDArray[Any]) -> bytes:
 Backend = Callable[
     [Sequence[Source], ResumePoint, BatchEncoder, ShardSettings], Iterator[tuple[ResumePoint, EncodedBatch]]
 ]
-"""Encodes all batches from a resume point on, in order. Yields each with the resume point after it."""
+"""Encodes all batches starting at a resume point, in order. Yields each with the resume point that follows it."""
 
 
 def available_cores() -> int:
@@ -473,7 +473,7 @@ def encode_on_ray(
 def _encode_source(
     source: Source, tokenizer: tuple[str, str], settings: ShardSettings, skip: int
 ) -> Iterator[EncodedBatch]:
-    """The Ray task: encode one file from its batch `skip` on."""
+    """The Ray task: encode one file, starting at its batch `skip`."""
     text, eot_token = tokenizer
     encoder = BatchEncoder.from_settings(Tokenizer.from_json(text, eot_token), settings)
     for batch in source.batches(settings.text_key, settings.separator, skip, settings.encoding):

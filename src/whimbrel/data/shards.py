@@ -242,7 +242,7 @@ class TokenStream:
         return self._ends[-1]
 
     def copy(self, start: int, out: NDArray[Any]) -> None:
-        """Fill `out` with the tokens from `start` on, across shards and wrapping around at the end."""
+        """Fill `out` with the tokens starting at `start`, across shards and wrapping around at the end."""
         start, filled = start % len(self), 0
         while filled < len(out):
             index = bisect.bisect_right(self._ends, start)

@@ -581,7 +581,7 @@ def _similar_file(path: Path) -> str:
 
 
 def _supported_suffixes() -> str:
-    return f"{', '.join(FILE_TYPES)} (all but .parquet also {' or '.join(CODECS)})"
+    return f"{', '.join(FILE_TYPES)} (all but .parquet may be compressed: {' or '.join(CODECS)})"
 
 
 def _expected_source() -> str:

@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         if any(self.snapshot(arg) is not None for arg in tree_leaves(written)):
             is_list = not isinstance(args[0], Tensor)
             if is_list or written[1:] or written[0] is not args[0] or torch.Tag.inplace_view in func.tags:
-                raise RuntimeError(f"{func} on parameters that are not allocated yet")
+                raise RuntimeError(f"{func} is not supported on parameters that are not allocated yet")
             self._write(func, args, kwargs)
             return args[0]
         args, kwargs = tree_map_only(Tensor, self._computed, (args, kwargs))
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
 
 
 class OnHost(TorchFunctionMode):
-    """Says that deferred tensors are on the host: some functions of `nn.init` skip those on the meta device."""
+    """Reports deferred tensors as being on the host: some functions of `nn.init` skip those on the meta device."""
 
     GETTERS: ClassVar = {"device": HOST, "is_cpu": True, "is_meta": False}
 
@@ -193,7 +193,9 @@ def deferred_init(create: Callable[[], Model]) -> Model:
         with recorder, OnHost(recorder):
             model = create()
     except RuntimeError as error:
-        logger.warning("creating the complete model on every rank, as its initialization needs values: %s", error)
+        logger.warning(
+            "creating the complete model on every rank, because its initialization cannot be deferred: %s", error
+        )
         return create()
     snapshots = {name: recorder.snapshot(parameter) for name, parameter in model.named_parameters()}
     parameters = {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None}
@@ -221,7 +223,7 @@ def digests(model: nn.Module) -> Mapping[str, str]:
 
 
 def move_(module: nn.Module, device: torch.device) -> None:
-    """As `module.to(device)`, but what is on the meta device stays there."""
+    """Like `module.to(device)`, but tensors on the meta device stay there."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 

@@ -140,7 +140,7 @@ class DiLoCo:
         return mean[: flat.numel()], sent[: flat.numel()]
 
     def _average_low_rank(self, deltas: Tensors) -> Tensors:
-        """One power iteration from the last basis: the mean of P = D Q, orthonormal, then that of Q = D^T P."""
+        """One power iteration from the last basis: the mean of P = D Q, orthonormalized, then the mean of Q = D^T P."""
         matrices = {name: delta.flatten(1) for name, delta in deltas.items() if name in self._bases}
         # Vectors and small matrices are sent complete, together with the first factors.
         factors = {name: delta for name, delta in deltas.items() if name not in matrices}
@@ -220,7 +220,7 @@ class WorkerState:
 
 
 def _restore(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy the saved tensors; those of another compression are left as they are."""
+    """Copy the saved tensors; tensors of a different compression are left unchanged."""
     for name, tensor in tensors.items():
         if name in saved and saved[name].shape == tensor.shape:
             tensor.copy_(saved[name])

@@ -39,7 +39,7 @@ __all__ = [
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 10.0
-"""How long a rank may take to end by itself after another has failed."""
+"""How long a rank may take to exit on its own after another has failed."""
 FIRST_SECONDS = 0.5
 """How long other ranks let rank 0 report an error that all have in common, such as an invalid setting."""
 LOST_SECONDS = 2.0
@@ -186,7 +186,7 @@ def report_uncaught_exceptions() -> None:
 
 
 def meet(store: Store, rank: int, size: int, timeout: float) -> str:
-    """Wait for all ranks and return an id of this start, the same on all ranks.
+    """Wait for all ranks and return an id of this start or restart, the same on all ranks.
 
     torch elastic keeps the store across restarts, so it still has the keys of earlier starts. Each rank therefore posts
     a nonce, and rank 0 replies with the id under that nonce.
@@ -236,7 +236,7 @@ def _wake_siblings() -> None:
 
 
 def _connect(timeout: float) -> TCPStore:
-    """A connection of its own: a thread that waits for a key blocks all others on its connection."""
+    """A separate connection: a thread that waits for a key blocks all others on the same connection."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
 

@@ -39,7 +39,7 @@ def default_processes(device: str | None) -> int:
 def launch(processes: int, arguments: Sequence[str], *, max_restarts: int = 0) -> tuple[int, signal.Signals | None]:
     """Run `whimbrel ARGUMENTS` in local processes; returns the exit code and the signal that stopped them, if any.
 
-    The code is that of the first process that failed. Each failure restarts all processes, up to `max_restarts` times;
+    The code comes from the first process that failed. Each failure restarts all processes, up to `max_restarts` times;
     they resume from the newest checkpoint.
     """
     import torch.distributed.elastic.rendezvous.registry as rendezvous_registry

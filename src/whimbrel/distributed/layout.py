@@ -40,7 +40,7 @@ class ParallelConfig:
     dp_replicate: int | None = None
     """Number of replicas of the model."""
     dp_shard: int | None = None
-    """Number of ranks that shard parameters, gradients and optimizer state of a replica (FSDP)."""
+    """Number of ranks that the parameters, gradients and optimizer state of a replica are sharded over (FSDP)."""
     tp: int | None = None
     """Tensor parallelism: number of ranks that compute each layer together."""
     pp: int | None = None
@@ -56,13 +56,13 @@ class ParallelConfig:
     timeout: float = 600.0
     """Timeout of collective operations in seconds."""
     sync_every: int = 50
-    """diloco: inner steps between two synchronizations."""
+    """diloco: inner steps between synchronizations."""
     outer_lr: float = 0.8
     """diloco: learning rate of the outer Nesterov optimizer; 1 without momentum averages the workers."""
     outer_momentum: float = 0.6
     """diloco: momentum of the outer Nesterov optimizer; the paper uses 0.9 with outer_lr = 0.7 in long runs."""
     fragments: int = 1
-    """diloco: parts of the model that are synchronized in turn (Streaming DiLoCo); 1: all at once."""
+    """diloco: number of parts of the model, which are synchronized in turn (Streaming DiLoCo); 1: all at once."""
     delta_dtype: Literal["int8"] | None = None
     """diloco: quantize the exchanged parameter deltas; default: fp32."""
     delta_rank: int | None = None
@@ -86,9 +86,9 @@ class ParallelConfig:
                 f"parallel.strategy = fsdp has one replica, got dp_replicate = {self.dp_replicate}: use hsdp"
             )
         if self.strategy == "diloco" and ((self.tp or 1) > 1 or (self.pp or 1) > 1):
-            raise ConfigError("parallel.strategy = diloco does not work with tp or pp: leave them out")
+            raise ConfigError("parallel.strategy = diloco does not work with tp or pp: remove them")
         if self.delta_dtype is not None and self.delta_rank is not None:
-            raise ConfigError("expected parallel.delta_dtype or parallel.delta_rank, got both: leave one out")
+            raise ConfigError("expected parallel.delta_dtype or parallel.delta_rank, got both: remove one")
         self._check_unused()
 
     def _check_unused(self) -> None:
@@ -103,7 +103,7 @@ class ParallelConfig:
             if owner is not None and not used[owner] and value != field.default:
                 raise ConfigError(
                     f"parallel.{field.name} = {value} has no effect without {owner}: set parallel.strategy = {owner}, "
-                    "or leave it out"
+                    "or remove it"
                 )
 
 

@@ -71,7 +71,7 @@ def check_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: i
     if micro_batches < minimum or (schedule == "interleaved" and micro_batches % ranks):
         needed = f"a multiple of {minimum}" if schedule == "interleaved" else f"at least {minimum}"
         raise ConfigError(
-            f"parallel.pipeline_schedule = {schedule} with pp = {ranks} needs {needed} micro-batches a "
+            f"parallel.pipeline_schedule = {schedule} with pp = {ranks} needs {needed} micro-batches per "
             f"step, got {micro_batches}: set train.accumulation (gradient_accumulation_steps), or use gpipe"
         )
 
@@ -79,7 +79,7 @@ def check_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: i
 def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Split the layers into consecutive stages so that the most expensive stage is as cheap as possible.
 
-    `costs` are those of the layers, `first` and `last` those of the embedding and the head.
+    `costs` are the costs of the layers, `first` and `last` the costs of the embedding and the head.
     """
     if stages > len(costs):
         raise ConfigError(f"expected at most {len(costs)} pipeline stages, one per layer, got {stages}: lower pp")
@@ -105,12 +105,12 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
 
 
 class CausalLMStage(nn.Module):
-    """A stage of a decoder-only model of transformers.
+    """A stage of a decoder-only transformers model.
 
     The model's own forward runs in every stage. Layers of other stages are replaced: the first one returns the hidden
-    states of the stage before, whatever the model computed until there, and the one after the stage keeps the hidden
-    states for the next stage, whatever the model computes from there. Modules before the layers belong to the first
-    stage, modules after them to the last. Takes token ids in the first stage, hidden states in others; the last
+    states of the previous stage, whatever the model has computed up to there, and the one after the stage keeps the
+    hidden states for the next stage, whatever the model computes after it. Modules before the layers belong to the
+    first stage, modules after them to the last. Takes token ids in the first stage, hidden states in others; the last
     returns the loss, summed over targets, with shape (1,). `model` itself does not change.
     """
 
@@ -165,7 +165,7 @@ class CausalLMStage(nn.Module):
 
 
 def check_stages(model: nn.Module, ranges: Sequence[range]) -> None:
-    """Raise ConfigError if the stages of a model of transformers do not compute its loss together.
+    """Raise ConfigError if the stages of a transformers model do not compute its loss together.
 
     Compares them in a copy of the model with a small vocabulary and width, and random weights.
     """
@@ -184,7 +184,7 @@ def check_stages(model: nn.Module, ranges: Sequence[range]) -> None:
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
     if problem is not None:
         name = type(model).__name__
-        raise ConfigError(f"{name} cannot be split into pipeline stages ({problem}): set parallel.pp = 1, use fsdp")
+        raise ConfigError(f"{name} cannot be split into pipeline stages ({problem}): set parallel.pp = 1 and use fsdp")
 
 
 def _difference(model: nn.Module, ranges: Sequence[range]) -> str | None:
@@ -229,7 +229,7 @@ def _small_copy(model: nn.Module) -> nn.Module:
 
 
 def _head_name(model: Any) -> str:
-    """The attribute of a model of transformers that is its head."""
+    """The attribute of a transformers model that is its head."""
     head = model.get_output_embeddings()
     name: str | None = next((name for name, child in model.named_children() if child is head), None)
     if name is None:
@@ -295,7 +295,7 @@ class PipelineOutput(NamedTuple):
 class PipelineModel(nn.Module):
     """The stages of this rank and their schedule, around the complete model.
 
-    Parameters of other ranks are meta tensors in `module`: names and shapes are those of the full model.
+    Parameters of other ranks are meta tensors in `module`, so names and shapes are the same as in the full model.
     Stages are modules that take `(x, *, targets, ...)`; the last one returns the summed loss, with shape (1,). All
     ranks of a pipeline get the same batches, and the same loss. Gradients are averaged over the group `replicas`.
     """
@@ -315,7 +315,7 @@ class PipelineModel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self._replicas = module, replicas
-        # A tuple, so that parameters are not registered a second time: they are those of `module`.
+        # A tuple, so that parameters are not registered a second time: they belong to `module`.
         self.stages, self.micro_batches, self._schedule, self._device = tuple(stages), micro_batches, schedule, device
         self._group = mesh["pp"].get_group()
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -343,7 +343,7 @@ class PipelineModel(nn.Module):
         """Run forward and backward for all micro-batches; returns the summed loss divided by `num_items`.
 
         A micro-batch has `input_ids`, `targets` (shifted already) and, optionally, `documents`, `position_ids` or
-        `attention_mask`. All are padded to the size of the largest, and their number to that of the schedule, with
+        `attention_mask`. All are padded to the size of the largest, and their number to what the schedule needs, with
         ignored targets.
         """
         loss = self._forward_backward(micro_batches, num_items)
@@ -374,7 +374,9 @@ class PipelineModel(nn.Module):
         if return_logits or (labels is None and targets is None):
             raise ConfigError("a pipeline computes losses but no logits: predict and compute metrics with pp = 1")
         if torch.is_grad_enabled():
-            raise ConfigError("a pipeline cannot run forward alone with gradients: use torch.no_grad(), or set pp = 1")
+            raise ConfigError(
+                "a pipeline cannot run only the forward pass with gradients enabled: use torch.no_grad(), or set pp = 1"
+            )
         if targets is None:
             assert labels is not None
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)

@@ -49,7 +49,7 @@ __all__ = [
 
 
 class RowSharding:
-    """How the first dimension (of `size`) of a parameter is split over ranks.
+    """How the first dimension (of length `size`) of a parameter is split over ranks.
 
     Each rank owns `per_rank` indices; this rank's begin at `start`. Trailing ranks may own fewer, or none.
     """

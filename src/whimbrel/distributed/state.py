@@ -51,7 +51,7 @@ class Part(NamedTuple):
     """False if another rank with the same part saves it."""
 
     def pieces(self, order: Tensor | None = None) -> list[Piece]:
-        """The pieces of the part that are contiguous in the complete tensor; `order` is that of its rows."""
+        """The pieces of the part that are contiguous in the complete tensor; `order` is the order of its rows."""
         rows = len(self.local) if self.local.ndim else 1
         if order is None or not rows:
             return [Piece(0, rows, self.offset)] if self.local.numel() else []
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class LazyGather:
-    """A tensor of which ranks hold parts, to be gathered later on rank 0 (see `gather_full`)."""
+    """A tensor whose parts are on several ranks, to be gathered later on rank 0 (see `gather_full`)."""
 
     shape: torch.Size
     local: Tensor
@@ -119,7 +119,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_full_(target: Tensor, full: Tensor, order: Tensor | None = None) -> None:
-    """Copy a complete tensor to a parameter, of which each rank takes its part."""
+    """Copy a complete tensor to a parameter; each rank copies its part."""
     if target.is_meta:
         return  # another pipeline stage has it
     if order is not None:

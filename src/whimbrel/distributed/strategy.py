@@ -56,7 +56,7 @@ def check_same_weights(model: nn.Module, world: World) -> None:
         for name in (name for name in found[0] | other if other.get(name) != found[0].get(name)):
             raise ConfigError(
                 f"expected the same weights on all ranks, got different values of {name} on rank {rank} and rank 0: "
-                "set one seed before the model is created, or pass model_init"
+                "set the same seed on all ranks before creating the model, or pass model_init"
             )
 
 

@@ -1,6 +1,6 @@
 """Tensor parallelism with DTensor: ranks split the heads and the MLP width of every block.
 
-A model lists its layers in `tp_plan`, as models of transformers do: module name patterns with the style of each layer.
+A model lists its layers in `tp_plan`, as transformers models do: module name patterns with the style of each layer.
 "colwise" splits the output features of a linear, "rowwise" its input features; one all-reduce follows every "rowwise"
 layer. Embeddings, norms and the head stay complete on every rank, even if the plan splits them.
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["apply_tensor_parallel", "row_order"]
 
 COMPLETE = ("embedding_rowwise", "colwise_gather_output")
-"""Styles of embedding and head in transformers: their layers are not split."""
+"""Styles of the embedding and the head in transformers: their layers are not split."""
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -44,7 +44,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, style in modules.items():
         module = model.get_submodule(name)
         if style in ("colwise", "rowwise") and any(True for _ in module.children()):
-            raise ConfigError(f"tensor parallelism cannot split the adapters of {name}: set parallel.tp = 1, use fsdp")
+            raise ConfigError(
+                f"tensor parallelism cannot split the adapters of {name}: set parallel.tp = 1 and use fsdp"
+            )
         if style == "rowwise":
             styles[name] = RowwiseParallel()
         elif style == "colwise":
@@ -69,7 +71,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
     """Raise ConfigError if ranks would get parts of heads."""
     config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
     if getattr(config, "value_embeddings", 0):
-        raise ConfigError("tensor parallelism does not split value embeddings: set parallel.tp = 1, use fsdp")
+        raise ConfigError("tensor parallelism does not split value embeddings: set parallel.tp = 1 and use fsdp")
     for name in ("num_attention_heads", "num_heads", "num_key_value_heads", "kv_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:

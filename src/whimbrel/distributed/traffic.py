@@ -29,22 +29,22 @@ class Workload:
     layers: int
     width: int
     tokens: int
-    """Per micro-batch of one data rank."""
+    """Tokens per micro-batch of one data rank."""
     micro_batches: int
-    """Per data rank: gradient accumulation."""
+    """Micro-batches per optimizer step of one data rank (gradient accumulation)."""
     param_bytes: int = 4
-    """Per gathered parameter (FSDP)."""
+    """Bytes per gathered parameter (FSDP)."""
     activation_bytes: int = 2
-    """Per activation."""
+    """Bytes per activation."""
     recompute: bool = False
     """Whether backward repeats the forward pass of each block."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of all parameters, for the factors of `parallel.delta_rank`."""
+    """Shapes of all parameters, for the factors of `parallel.delta_rank`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Bandwidths in bytes per second and rank, in one direction, and the arithmetic of a device."""
+    """Bandwidths in bytes per second per rank, in one direction, and the compute speed of a device."""
 
     ranks_per_node: int = 8
     within_node: float = 400e9
@@ -52,7 +52,7 @@ class Network:
     flops: float = 400e12
     """FLOP/s of a device in a step without communication: its peak times the MFU of one device."""
     latency: float = 20e-6
-    """Seconds that a collective operation takes at least."""
+    """Minimum time of a collective operation in seconds."""
 
 
 def traffic(workload: Workload, layout: Layout, config: ParallelConfig) -> dict[str, float]:

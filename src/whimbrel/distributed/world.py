@@ -49,7 +49,7 @@ class World:
     ) -> None:
         self.layout, self.mesh, self.timeout = layout or Layout(), mesh, timeout
         self.independent = independent
-        """Whether data ranks train on their own gradients (DiLoCo) instead of those of the global batch."""
+        """Whether data ranks train on their own gradients (DiLoCo) instead of the global batch's."""
         self.rank: int = 0 if mesh is None else dist.get_rank()
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank)) if mesh is not None else 0
         self.node = int(os.environ.get("GROUP_RANK", self._node_of_rank())) if mesh is not None else 0
@@ -87,7 +87,7 @@ class World:
         return value
 
     def loss_divisor(self, count: Tensor) -> Tensor:
-        """The divisor of each rank's loss that makes the averaged gradient that of the global batch."""
+        """The divisor of each rank's loss for which the averaged gradient is the gradient of the global batch."""
         if self.dp_size == 1 or self.independent:
             return count.clamp(min=1)
         return self.all_reduce_dp(count).clamp(min=1) / self.dp_size

@@ -26,7 +26,7 @@ class GenerationOptions:
 
     max_new_tokens: int = 256
     stop: Sequence[str] | None = None
-    """Stop strings that replace those of the task."""
+    """Stop strings that replace the task's."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -2,7 +2,7 @@
 
     python -m whimbrel.evaluate.lm_eval run --model whimbrel --model_args pretrained=DIR --tasks hellaswag
 
-is the command line of lm-eval with that model type.
+is the lm-eval command line with that model type.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
             raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         if batch_size != "auto" and not str(batch_size).isdecimal():
             raise ConfigError(f"batch_size: expected a number or auto, got {batch_size!r}")
-        if device == "cuda:0" and not torch.cuda.is_available():  # the default of lm-eval
+        if device == "cuda:0" and not torch.cuda.is_available():  # lm-eval's default
             device = None
         self._device = choose_device(device)
         self._batch_size = None if batch_size == "auto" else int(batch_size)
@@ -94,7 +94,7 @@ class WhimbrelLM(LM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Identifies the tokenizer in the request cache of lm-eval."""
+        """Identifies the tokenizer in lm-eval's request cache."""
         return self.scorer.tokenizer.fingerprint
 
     def _template(self, name: str = "default") -> ChatTemplate:

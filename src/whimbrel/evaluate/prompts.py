@@ -20,7 +20,7 @@ from whimbrel.tokenization import ChatTemplate
 __all__ = ["PromptOptions", "Questions", "format_item", "read_questions", "sample_examples"]
 
 SEED = 1234
-"""`fewshot_random_seed` of lm-eval."""
+"""lm-eval's `fewshot_random_seed`."""
 ANSWER_DELIMITER, EXAMPLE_DELIMITER = " ", "\n\n"
 
 
@@ -29,13 +29,13 @@ class PromptOptions:
     """How items become prompts."""
 
     shots: int | None = None
-    """Number of few-shot examples. (default: that of the task)"""
+    """Number of few-shot examples. (default: the task's)"""
     shots_data: str | os.PathLike[str] | None = None
     """A file of examples, or a directory of training splits; see `find_examples`."""
     chat: bool = False
-    """Render prompts with the model's chat template (`--apply_chat_template` of lm-eval)."""
+    """Render prompts with the model's chat template (lm-eval's `--apply_chat_template`)."""
     multiturn: bool = True
-    """With a chat template: few-shot examples are turns of the conversation (`fewshot_as_multiturn` of lm-eval), not
+    """With a chat template: few-shot examples are turns of the conversation (lm-eval's `fewshot_as_multiturn`), not
     part of one user message."""
 
     def __post_init__(self) -> None:
@@ -87,15 +87,17 @@ def _check_conversations(path: Path, questions: Questions, options: PromptOption
     if not options.chat and any(item.history for item in questions.items):
         raise ConfigError(f"{path} has conversations with a system prompt or several turns: add --chat")
     if any(role != "system" for items in questions.examples for item in items for role, _ in item.history):
-        raise ConfigError(f"{questions.shots_file}: few-shot examples of one turn expected, got more: omit --shots")
+        raise ConfigError(
+            f"{questions.shots_file}: expected single-turn few-shot examples, got several turns: omit --shots"
+        )
 
 
 def sample_examples(
     records: Sequence[Record], pool: Sequence[Record], count: int, *, draw_one_more: bool, name: str
 ) -> list[list[int]]:
-    """Indices into `pool` of the `count` examples of each record, sampled as `ContextSampler` of lm-eval does.
+    """Indices into `pool` of the `count` examples of each record, sampled as by lm-eval's `ContextSampler`.
 
-    With `draw_one_more`, an example equal to the record is dropped. `name` is that of the pool in errors.
+    With `draw_one_more`, an example equal to the record is dropped. `name` names the pool in errors.
     """
     rng, drawn = Random(SEED), count + draw_one_more
     if drawn > len(pool):

@@ -84,7 +84,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def _perplexity(loglikelihoods: Sequence[float]) -> Estimate:
-    """The standard error is that of the mean, propagated through the exponential to first order."""
+    """The standard error of the mean is propagated through the exponential to first order."""
     loglikelihood, stderr = mean(loglikelihoods)
     value = perplexity(-loglikelihood)
     return Estimate(value, None if stderr is None else value * stderr)
@@ -158,7 +158,7 @@ class GenerativeTask(Task):
     stop: Sequence[str]
     """Stop strings."""
     chat_stop: Sequence[str]
-    """Stop strings after a chat template, in addition to those of the template."""
+    """Stop strings after a chat template, in addition to the template's own."""
 
 
 def _shared_context(context: str, choices: Sequence[str], gold: int) -> Item:
@@ -237,7 +237,7 @@ WINOGRANDE = (
 )
 
 
-# Generative tasks: extraction and normalization as in the task gsm8k of lm-eval
+# Generative tasks: extraction and normalization as in lm-eval's gsm8k task
 
 INVALID = "[invalid]"
 """The extracted answer if there is none."""
@@ -299,7 +299,7 @@ TASKS: Mapping[str, ChoiceTask] = {
             file="lambada_openai_test",
             formats=LAMBADA,
             metrics={"acc": EXACT_MATCH, "perplexity": PERPLEXITY},
-            target_delimiter="",  # the space is part of the answer, also in few-shot examples and chats
+            target_delimiter="",  # the space is part of the answer, in few-shot examples and chats too
         ),
         ChoiceTask(name="piqa", file="piqa_val", formats=PIQA, metrics=CHOICE_METRICS, draws_one_more=True),
         ChoiceTask(
@@ -329,7 +329,7 @@ EXACT_MATCH_TASK = GenerativeTask(
     formats=QUESTIONS,
     filters={"exact_match": str.strip},
     normalize=str.strip,
-    stop=("\n\n",),  # ends a few-shot example; the default of lm-eval
+    stop=("\n\n",),  # ends a few-shot example; lm-eval's default
     chat_stop=(),
 )
 """For files of other questions: the text of the answer has to be equal."""

@@ -102,7 +102,7 @@ def shard_perplexity(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> TextResult:
-    """`perplexity` of the documents in the validation shards of a directory; bytes are those of the decoded text."""
+    """`perplexity` of the documents in the validation shards of a directory; bytes are counted in the decoded text."""
     stream, eot_id = _open_shards(directory, scorer.tokenizer, scorer.model.config.vocab_size)
 
     def documents() -> Iterator[tuple[Pair, int]]:
@@ -189,10 +189,10 @@ def held_out_evaluation(
     """A function that computes the mean loss of a model on `data`.
 
     `data` is validation shards, text (as in `prepare`), conversations or preference pairs (as in `finetune`), or a
-    directory of TokenizedSamples. The loss is that of validation in training: the tokens are split into sequences of
-    `sequence_length` (default: the context length, at most 1024), and `mask_documents` restricts attention to each
+    directory of TokenizedSamples. The loss is computed as for validation in training: tokens are split into sequences
+    of `sequence_length` (default: the context length, at most 1024), and `mask_documents` restricts attention to each
     document. In samples, only supervised tokens count; in preference pairs, only the chosen answers. `model` is the
-    path of the model, which is read for its config and tokenizer; `base` that of its base model, for an adapter.
+    path of the model, which is read for its config and tokenizer; `base` is the path of an adapter's base model.
     """
     location = locate_model(model, base)
     config, directory = read_config(location.root).config, location.tokenizer_directory

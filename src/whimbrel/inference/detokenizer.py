@@ -161,7 +161,7 @@ def partial_match(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """Converts tokens to text that is safe to show: complete characters only, nothing from the first stop string on.
+    """Converts tokens to text that is safe to show: complete characters only, up to the first stop string.
 
     The prompt determines the spacing of the first piece.
     """

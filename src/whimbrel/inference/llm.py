@@ -397,7 +397,7 @@ def encode_prompt(
     """Token ids of a text prompt, as from transformers' `tokenizer(text)`; raises RequestError if it is not Unicode.
 
     Special tokens in the text are parsed (`<|im_start|>` is one token) unless `parse_special` is false. An empty prompt
-    is `bos_id`, by default the tokenizer's. Of a text with far more than `max_tokens` tokens only the beginning is
+    is `bos_id`, by default the tokenizer's. If a text has far more than `max_tokens` tokens, only its beginning is
     encoded, which already exceeds the limit.
     """
     try:

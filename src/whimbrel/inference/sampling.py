@@ -220,7 +220,7 @@ def log_probabilities(logits_BV: Tensor, tokens_B: Tensor, top: int = 0) -> list
     """For each row: the log-probability of its token, and the `top` most likely tokens with theirs.
 
     Computed from the raw logits, before temperature, penalties and top-k/top-p/min-p filtering. With `top` 1 it is the
-    token of greedy decoding, also if several are equally likely.
+    token of greedy decoding, even if several are equally likely.
     """
     logs_BV = logits_BV.float().log_softmax(-1)
     token_logprobs = logs_BV.gather(1, tokens_B[:, None])[:, 0].tolist()

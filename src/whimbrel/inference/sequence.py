@@ -157,7 +157,7 @@ class Sequence:
         return [self, *(self._fork(sample) for sample in others)]
 
     def remove_sample(self, sample: int) -> None:
-        """Drop one of several samples, before any token is sampled; the RNG becomes that of the first one left."""
+        """Drop one of several samples, before any token is sampled; the RNG becomes the RNG of the first one left."""
         self.samples.remove(sample)
         self.rng = SampleRNG(self.request.seed, self.sample)
 

@@ -414,7 +414,7 @@ def _shape(module: AdapterModule) -> tuple[int, float]:
 
 @torch.no_grad()
 def _copy_tensors(model: GPT, adapter: Adapter) -> None:
-    """Copy tensors to parameters, of which each rank takes its part."""
+    """Copy tensors to parameters; each rank copies its part."""
     parameters = dict(lora_parameters(model))
     for module in adapter.modules:
         prefix = f"{module.target.linear}.adapters.{module.target.name}"

@@ -320,7 +320,7 @@ def _pre_tokenizer_name(content: Mapping[str, Any]) -> str:
     if kind not in PRE_TOKENIZERS:
         raise ConfigError(
             f"unknown pre-tokenizer for llama.cpp (normalizer {json.dumps(content['normalizer'])}, pre_tokenizer "
-            f"{json.dumps(content['pre_tokenizer'])}, ignore_merges {json.dumps(kind[2])}): expected the one of "
+            f"{json.dumps(content['pre_tokenizer'])}, ignore_merges {json.dumps(kind[2])}): expected one of "
             f"{', '.join(sorted(set(PRE_TOKENIZERS.values())))}"
         )
     return PRE_TOKENIZERS[kind]

@@ -404,11 +404,11 @@ def _check_size(source: Path, config: GPTConfig, files: TensorFiles) -> None:
 
 
 def read_generation_config(location: ModelLocation, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
-    """The generation defaults of a model; those of the tokenizer for a llama2.c file.
+    """The generation defaults of a model; for a llama2.c file, the tokenizer's.
 
     Special tokens come from `generation_config.json`, else `config.json`, else the tokenizer. Ids outside the
     vocabulary are ignored: small models often keep the ids of the family that they were derived from. The end-of-text
-    token of an adapter's own tokenizer, which it was trained to end with, is added to those of the base model.
+    token of an adapter's own tokenizer, which it was trained to end with, is added to the base model's.
     Sampling parameters are included only with `do_sample`; `do_sample: false` is temperature 0.
     """
     if location.root.is_file():

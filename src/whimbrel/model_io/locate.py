@@ -48,7 +48,7 @@ class ModelLocation:
 
     @property
     def tokenizer_directory(self) -> Path | None:
-        """The directory of the tokenizer: that of the adapter if it has one, else of the base model."""
+        """The directory of the tokenizer: the adapter's if it has one, else the base model's."""
         return self.find("tokenizer.json")
 
     @property
@@ -71,7 +71,7 @@ class ModelLocation:
         return next((each.directory for each in self.chain if (each.directory / name).is_file()), None)
 
     def chat_template(self, name: str = "default") -> ChatTemplate | None:
-        """The chat template of that name: that of the adapter if it has any, else of the base model."""
+        """The chat template of that name: the adapter's if it has any, else the base model's."""
         for location in self.chain:
             last = location.base is None
             if location.directory.is_dir() and (last or load_chat_template(location.directory) is not None):
@@ -123,7 +123,7 @@ def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:
         if (cached := cached_model(str(name), table.get("revision"))) is not None:
             return cached
     if not names:
-        raise CheckpointError(f"{directory} is an adapter without a recorded base model: pass it (--base)")
+        raise CheckpointError(f"{directory} is an adapter without a recorded base model: pass the base model (--base)")
     if is_hub_id(names[0]):
         if not Path(path).exists():  # the adapter was given by its Hub id
             return Path(names[0] if table.get("revision") is None else f"{names[0]}@{table['revision']}")

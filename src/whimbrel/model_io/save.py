@@ -110,7 +110,7 @@ def copy_model(location: ModelLocation, model: GPT, directory: Path) -> None:
 
 
 def copy_text_files(location: ModelLocation, directory: Path, vocab_size: int) -> None:
-    """Copy tokenizer, chat template and generation config: those of an adapter, else those of its base model."""
+    """Copy tokenizer, chat template and generation config: the adapter's own, else its base model's."""
     source = location.tokenizer_directory or location.root
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
@@ -127,7 +127,7 @@ def copy_text_files(location: ModelLocation, directory: Path, vocab_size: int) -
         if template is not None and (copied is None or copied.source != template.source):
             template.save(directory)
         tokenizer = load_tokenizer(source)
-        vocab_size = max(vocab_size, tokenizer.vocab_size)  # that of the base model may lack added tokens
+        vocab_size = max(vocab_size, tokenizer.vocab_size)  # the base model's may lack added tokens
         eos_ids = list(read_generation_config(location, tokenizer, vocab_size).eos_token_ids)
         file = directory / GENERATION_CONFIG
         fields = {"eos_token_id": eos_ids if len(eos_ids) > 1 else eos_ids[0]}

@@ -85,11 +85,11 @@ class GPTConfig:
     gated_mlp: bool = False
     """Whether the MLP is gated, as in SwiGLU."""
     bias: Bias = "all"
-    """Linear layers with a bias: `all` (also LayerNorm), those of `attention`, only `qkv`, or `none`."""
+    """Layers with a bias: `all` (including LayerNorm), `attention` (its linear layers), only `qkv`, or `none`."""
     qk_norm: QKNorm = "none"
-    """RMSNorm of query and key heads before rotation, with weights (`weighted`, as in Qwen3) or without."""
+    """RMSNorm on query and key heads before RoPE, with weights (`weighted`, as in Qwen3) or without."""
     sliding_window: int | None = None
-    """Number of tokens, itself included, that a token in a sliding-attention layer attends to."""
+    """Number of tokens that a token in a sliding-attention layer attends to, including itself."""
     layer_types: tuple[LayerType, ...] | None = None
     """`full_attention` or `sliding_attention` for each layer. Default: all sliding if `sliding_window` is set."""
     tied_head: bool = True

@@ -36,14 +36,14 @@ IGNORE_INDEX = -100
 """Labels with this value are excluded from the loss."""
 HeadLoss = Callable[[Tensor, Tensor], Tensor]
 """From hidden states (batch * tokens, width) and the weight of the head (padded vocabulary, width) to a loss of any
-shape. Rows of the weight from `vocab_size` on are padding."""
+shape. Rows of the weight beyond `vocab_size` are padding."""
 
 
 class GPTOutput(NamedTuple):
     """The output of a forward pass.
 
-    Unpacks as `loss, logits = output`. Indexing follows the outputs of transformers: by name (`output["loss"]`), or by
-    number among the fields that are not None (`output[0]` is the logits if there is no loss).
+    Unpacks as `loss, logits = output`. Indexing works as for transformers outputs: by name (`output["loss"]`), or by
+    position among the fields that are not None (`output[0]` is the logits if there is no loss).
     """
 
     loss: Tensor | None
@@ -75,8 +75,8 @@ class GPTOutput(NamedTuple):
 class GPT(nn.Module):
     """Embedding, blocks, final norm, head.
 
-    `model(input_ids)` returns logits; `model(input_ids, labels=input_ids)` also the next-token loss, as the causal
-    language models of transformers do.
+    `model(input_ids)` returns logits; `model(input_ids, labels=input_ids)` also returns the next-token loss, as causal
+    language models in transformers do.
     """
 
     loss_type = "ForCausalLM"  # declares, as in transformers, that `labels` are shifted inside the model
@@ -182,9 +182,9 @@ class GPT(nn.Module):
             targets: (batch, tokens), already shifted: position i predicts target i. Logits are then returned only with
                 `return_logits`, because the fused loss does not materialize them.
             num_items_in_batch: Divisor of the loss, which is summed in fp32 over labels that are not -100. Default:
-                their number (a mean). With gradient accumulation, pass the number in the whole batch.
+                their number (a mean). With gradient accumulation, pass their number in the complete batch.
             return_logits: Whether to compute logits. Default: True unless `targets` are passed.
-            cache: Keys and values of earlier tokens; those of `input_ids` are appended.
+            cache: Keys and values of earlier tokens; the keys and values of `input_ids` are appended.
             documents: (batch, tokens), a document number for each token; tokens attend only within their document,
                 which ends where the number changes.
             position_ids: (batch, tokens), the position of each token in its packed sample. Without `documents`, a new
@@ -353,8 +353,8 @@ def packed_positions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Positions for embeddings, positions for the mask, and documents, of rows with packed samples.
 
-    Positions of different samples cannot be compared, so the mask is that of the order of tokens in the row; within a
-    sample the distance of two tokens is the same. Padding is a document of its own.
+    Positions of different samples cannot be compared, so the mask uses the order of tokens in the row; within a sample
+    the distance between two tokens is the same. Padding is a document of its own.
     """
     documents = packed_documents(position_ids) if documents is None else documents
     if attention_mask is not None:
@@ -405,8 +405,8 @@ class GPTStage(nn.Module):
         super().__init__()
         if model.config.value_embeddings:
             raise ConfigError(
-                "a pipeline does not pass token ids to the stages that need value embeddings: set parallel.pp = 1, "
-                "use fsdp"
+                "a pipeline does not pass token ids to the stages that need value embeddings: set parallel.pp = 1 "
+                "and use fsdp"
             )
         self.config, self.layers = model.config, layers
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -84,7 +84,9 @@ class LoraConfig:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"expected lora.dropout from 0 to below 1, got {self.dropout}")
         if self.modules is not None and not self.modules:
-            raise ConfigError("expected at least one name in lora.modules, got none: leave it out for all modules")
+            raise ConfigError(
+                "expected at least one name in lora.modules, got none: omit it to train adapters for all modules"
+            )
 
     def scaling(self, rank: int, alpha: float) -> float:
         """The factor of an update of this rank and alpha."""
@@ -326,9 +328,9 @@ def apply_lora(
 ) -> None:
     """Add adapters in place and freeze all other parameters. The model computes the same function as before.
 
-    Adapters are on the device of the weights, in `dtype` whatever the dtype of the weights. On the meta device, call
+    Adapters are on the device of the weights, in `dtype` regardless of the weights' dtype. On the meta device, call
     `initialize_lora` after the weights are allocated and loaded. `ranks` has rank and alpha of modules (by full Hugging
-    Face name) whose values are not those of `config`. `tokens` has the ids of tokens whose rows in the embedding or the
+    Face name) whose values differ from `config`. `tokens` has the ids of tokens whose rows in the embedding or the
     head are trained, by module (`token_modules`); a tied head has the rows of the embedding.
     """
     if any(True for _ in lora_linears(model)):

@@ -40,7 +40,7 @@ class _TrainableTokens(nn.Module):
     def reset_rows(self) -> None:
         """Copy the rows from the weight. Collective if parameters are sharded."""
         self.token_indices = torch.tensor(self.tokens, device=self.weight.device)  # a meta model has no values
-        rows = F.embedding(self.token_indices, full_tensor(self.weight.detach()))  # also of a quantized weight
+        rows = F.embedding(self.token_indices, full_tensor(self.weight.detach()))  # works for a quantized weight too
         copy_full_(self.trainable_tokens.detach(), rows)
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class TrainableTokensLinear(_TrainableTokens, nn.Linear):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the rows are those of the embedding."""
+        """Whether the rows belong to the embedding."""
         return bool(self._tied)
 
     def rows(self) -> tuple[Tensor, Tensor] | None:

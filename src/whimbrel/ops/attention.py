@@ -33,7 +33,7 @@ class KVView:
     keys: Tensor
     """(batch, kv heads, slots, head size), or (blocks, block size, kv heads, head size); with a codec, codes."""
     values: Tensor
-    """As `keys`."""
+    """Like `keys`."""
     key_positions: Tensor | None = None
     """(slots,) or (batch, slots): the position of the token in each slot, negative if the slot is not visible."""
     lengths: Tensor | None = None

@@ -60,7 +60,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the cross-entropy over the targets that are not `ignore_index`, a 0-d fp32 tensor.
 
-    Rows of `weight` from `vocab_size` on are padding and ignored. Under autocast, matmuls use its dtype. Targets
+    Rows of `weight` beyond `vocab_size` are padding and ignored. Under autocast, matmuls use its dtype. Targets
     outside the vocabulary raise `DataError` on a CPU; on a GPU they fail a device-side assertion, as in
     `torch.nn.functional.cross_entropy`, to avoid a synchronization.
     `inplace_backward` saves memory; it must be False if the backward pass runs twice.

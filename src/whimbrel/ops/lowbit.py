@@ -161,7 +161,7 @@ class GroupCodec(ABC):
     group_size: int | None = None
     """Values that share a scale; None: the complete last dimension."""
     scale_dtype: torch.dtype | None = None
-    """Dtype of the tensor of scales; None: that of the input."""
+    """Dtype of the tensor of scales; None: the input's dtype."""
 
     @property
     def name(self) -> str:
@@ -200,7 +200,7 @@ class GroupCodec(ABC):
 class SymmetricCodec(GroupCodec):
     """One scale per group: s = max|x| / n, c = round(x / s), n = half the range of codes (127.5 for INT8).
 
-    Without `scale_dtype` (weights; the arithmetic of torchao) scales have the dtype of `x`, at least its smallest
+    Without `scale_dtype` (weights; as torchao computes them) scales have the dtype of `x`, are at least its smallest
     normal number, and decoding computes in it. With `scale_dtype` (KV caches) a group of zeros has scale 0, and
     decoding computes in fp32.
     """
@@ -408,7 +408,7 @@ class PowerCodec:
 
 
 def hash_uniform(shape: Sequence[int], seed: int, start: int, device: torch.device) -> Tensor:
-    """Uniform noise in [0, 1), in steps of 2^-16: a hash of `seed` and the index of each element, from `start` on.
+    """Uniform noise in [0, 1), in steps of 2^-16: a hash of `seed` and the index of each element, counted from `start`.
 
     Much faster than a `torch.Generator` on a CPU, which is sequential, and independent of how a tensor is sharded.
     The hash is multiplicative, with two rounds of xor-shift and multiply, of which the high 16 bits are used.

@@ -195,7 +195,7 @@ def _rest(p: Tensor) -> Tensor:
 
 
 def _token_losses(hidden: Tensor, weight: Tensor, loss: TokenLoss, *, buffers: int = 1) -> Tensor:
-    """The loss of each token from the logits `hidden @ weight.T`, of which one chunk exists at a time."""
+    """The loss of each token from the logits `hidden @ weight.T`, computed one chunk at a time."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     grad_enabled = torch.is_grad_enabled()

@@ -234,7 +234,7 @@ class ProjectedLinear(nn.Linear):
     grad_projection: GradProjection
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`; backward adds the projected gradient to `grad_projection`, and `weight.grad` stays None."""
+        """Like `nn.Linear`; backward adds the projected gradient to `grad_projection`, and `weight.grad` stays None."""
         projection = self.grad_projection
         if not (projection.enabled and torch.is_grad_enabled() and self.weight.requires_grad):
             return super().forward(x)
@@ -509,7 +509,7 @@ class ProjectInBackward(OptimizerInBackward):
                 replaced[module] = module.weight
         if not replaced:
             raise OptimizerError(
-                f"{type(model).__name__} has no nn.Linear whose weight has a stored basis: leave out model= "
+                f"{type(model).__name__} has no nn.Linear whose weight has a stored basis: omit model= "
                 "(train.projected_linears) to project gradients after they are computed"
             )
         return replaced
@@ -534,7 +534,7 @@ class ProjectInBackward(OptimizerInBackward):
                 projection.low_rank_grad.grad = projection.sketched.grad = None
 
     def _collect_grads(self) -> None:
-        """Collect all gradients of the step, those of the projections included, and average them over ranks."""
+        """Collect all gradients of the step, including the projections, and average them over ranks."""
         self._collect_projections()
         if self.process_group is None or self._averaged:
             return
@@ -579,18 +579,18 @@ class ProjectInBackward(OptimizerInBackward):
         """Raise if ranks would diverge, or average gradients twice."""
         if any(is_dtensor(p) for p in params) and (model is not None or self.process_group is not None):
             name = "process_group" if model is None else "model"
-            raise OptimizerError(f"fully_shard computes and averages gradients itself: leave out {name}=")
+            raise OptimizerError(f"fully_shard already computes and averages gradients: omit {name}=")
         if self.process_group is None and are_replicated(params):
             raise OptimizerError(
                 "gradients are projected before DDP averages them: pass process_group=torch.distributed.group.WORLD, "
-                "over which projections are averaged, and run backward under the no_sync() of DDP"
+                "over which projections are averaged, and run backward under DDP's no_sync()"
             )
 
     def _check_not_averaged(self) -> None:
         if self._averaged:
             raise OptimizerError(
-                "got a gradient after those of the step were averaged over ranks: call grad_norm(), clip_() and step() "
-                "after the last micro-batch"
+                "got a gradient after the gradients of this step were averaged over ranks: call grad_norm(), clip_() "
+                "and step() after the last micro-batch"
             )
 
     def _clear(self) -> None:

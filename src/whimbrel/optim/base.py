@@ -56,7 +56,7 @@ class BaseOptimizer(torch.optim.Optimizer):
     skipped: int = 0
     """Steps skipped because of a non-finite gradient; part of the state dict."""
     skip_nonfinite: bool = True
-    """Whether such steps are skipped, which synchronizes with a GPU once a step; False if the caller checks gradients,
+    """Whether such steps are skipped, which syncs with the GPU once per step; False if the caller checks gradients,
     as the trainer does."""
 
     layout_options: ClassVar[tuple[str, ...]] = ()

@@ -59,13 +59,14 @@ class GroupConfig:
     """Options for the parameters whose names match a pattern."""
 
     pattern: str
-    """Regular expression, searched for in parameter names; a parameter belongs to the first group that matches."""
+    """Regular expression to search for in parameter names; a parameter belongs to the first group that matches."""
     lr: float | None = None
     """Peak learning rate; default: the value for other parameters."""
     weight_decay: float | None = None
     """Decoupled weight decay; default: the value for other parameters."""
     rank: int | None = None
-    """Rank of the subspace of these matrices, including embeddings and head; default: the value for other matrices."""
+    """Rank of the subspace of these matrices, which may be embeddings or the head; default: the value for other
+    matrices."""
     subspace: bool | None = None
     """Whether these matrices are updated in a subspace; default: only hidden matrices and those with a rank."""
 
@@ -84,7 +85,7 @@ class GroupConfig:
             raise ConfigError(f"optim.groups {self.pattern!r}: expected rank >= 1, got {self.rank}")
         if self.rank is not None and self.subspace is False:
             raise ConfigError(
-                f"optim.groups {self.pattern!r}: rank = {self.rank} contradicts subspace = false: remove one of them"
+                f"optim.groups {self.pattern!r}: rank = {self.rank} conflicts with subspace = false: remove one of them"
             )
         if (self.lr, self.weight_decay, self.rank, self.subspace) == (None,) * 4:
             raise ConfigError(
@@ -110,7 +111,7 @@ class OptimConfig:
     head_lr: float | None = None
     """Peak learning rate of an untied head; default: lr."""
     scalar_lr: float | None = None
-    """Peak learning rate of norms, biases and other parameters of fewer than two dimensions; default: lr."""
+    """Peak learning rate of norms, biases and other parameters with fewer than two dimensions; default: lr."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of Adam's first and second moment."""
     eps: float = 1e-8
@@ -118,7 +119,7 @@ class OptimConfig:
     weight_decay: float = 0.01
     """Decoupled weight decay, multiplied by the learning rate."""
     decay_params: Literal["all", "matrices", "hidden"] = "matrices"
-    """Parameters with weight decay: all, those of two or more dimensions, or only hidden matrices."""
+    """Parameters that weight decay applies to: all, those with two or more dimensions, or only hidden matrices."""
     momentum: float = 0.95
     """Muon's momentum."""
     momentum_start: float | None = None
@@ -126,25 +127,27 @@ class OptimConfig:
     momentum_warmup: int = 0
     """Steps over which Muon's momentum increases."""
     rank: int | None = None
-    """Rank of the subspace of hidden matrices; default: 128, with apollo_mini 1."""
+    """Rank of the subspace of hidden matrices; default: 128 (1 with apollo_mini)."""
     gap: int | None = None
-    """Steps between basis refreshes; default: 200, with galore_warm 10."""
+    """Steps between basis refreshes; default: 200 (10 with galore_warm)."""
     lazy: bool | None = None
-    """Whether the gap grows while a basis hardly changes and shrinks while it does; default: false."""
+    """Adapt the gap: double it while the basis hardly changes, halve it while it changes a lot; default: false."""
     moment_transfer: Literal["first", "both", "align", "keep"] | None = None
-    """Moments after a basis change: project first or both, align the basis, or keep them unchanged; default: first."""
+    """How moments move to a new basis: first (project the first moment), both (project both), align (rotate the new
+    basis toward the old one) or keep (leave them unchanged); default: first."""
     scale: float | None = None
     """Scale of low-rank updates; default: 0.25 with galore, qgalore, fira; sqrt(128) with apollo_mini; else 1."""
     side: Literal["right", "left", "std", "cheapest"] | None = None
-    """Projected side of a matrix: right (columns), left (rows), std (shorter), cheapest; default: right."""
+    """Side of a matrix to project: right (columns), left (rows), std (the shorter side) or cheapest (least memory);
+    default: right."""
     store: Literal["fp32", "bf16", "int8"] | None = None
-    """Storage of moments, also of parameters without a subspace; default: fp32."""
+    """Storage format of the moments, including those of parameters without a subspace; default: fp32."""
     basis_store: Literal["fp32", "bf16", "int8", "int4"] | None = None
-    """Storage of the basis of a subspace; default: fp32."""
+    """Storage format of the basis of a subspace; default: fp32."""
     start: Literal["gradient", "random"] | None = None
     """First basis: from the first gradient, or random and replaced within the first steps; default: gradient."""
     projection_type: Literal["std", "reverse_std", "right", "left", "full"] | None = None
-    """Projected side of a matrix with galore; default: std, the shorter one."""
+    """With galore: side of a matrix to project; default: std, the shorter one."""
     groups: tuple[GroupConfig, ...] = ()
     """Options for some parameters, by name: `[[optim.groups]]` tables."""
 
@@ -168,7 +171,9 @@ class OptimConfig:
         for name in sorted(optimizer_specific - set(OPTIONS_BY_OPTIMIZER[self.name])):
             check_unused("optim", self, (name,), f"optim.name = {_optimizers_with(name)}")
         if (self.momentum_start is None) != (self.momentum_warmup == 0):
-            raise ConfigError("optim.momentum_start and optim.momentum_warmup require each other: set both or neither")
+            raise ConfigError(
+                "optim.momentum_start and optim.momentum_warmup must be set together: set both or neither"
+            )
         for group in self.groups:
             if not self.has_option("rank"):
                 check_unused("optim.groups", group, ("rank", "subspace"), f"optim.name = {_optimizers_with('rank')}")
@@ -379,7 +384,7 @@ def _warn_about_full_rank(config: OptimConfig, groups: Iterable[dict[str, Any]])
         full = [p for p in matrices if min(matrix_shape(p.shape)[-2:]) <= rank]
         if full:
             logger.warning(
-                "rank %d is the full rank of %d parameters, for example of shape %s: a subspace saves nothing there, "
+                "rank %d is the full rank of %d parameters, for example of shape %s: a subspace saves nothing there; "
                 "use a smaller optim.rank", rank, len(full), tuple(full[0].shape),
             )  # fmt: skip
 
@@ -397,7 +402,7 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], *, partial: b
     current, restored = (_by_name(groups) for groups in (state_dict["param_groups"], saved["param_groups"]))
     if mismatched := sorted(current.keys() - restored.keys() if partial else current.keys() ^ restored.keys()):
         raise OptimizerError(
-            f"the saved optimizer state is for different parameters: {mismatched[0]} is missing on one side"
+            f"the saved optimizer state is for different parameters: {mismatched[0]} is in only one of the two"
         )
     for name, (_, group) in current.items():
         saved_group = restored[name][1]

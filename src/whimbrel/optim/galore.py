@@ -200,7 +200,7 @@ class GaLore(BaseOptimizer):
     def _init_group(self, group: dict[str, Any]) -> None:
         for p in group["params"]:
             if not p.is_floating_point():
-                raise OptimizerError(f"expected floating-point parameters, got {p.dtype}: exclude it")
+                raise OptimizerError(f"expected floating-point parameters, got {p.dtype}: exclude this parameter")
         states = {p: _new_state(p, group) for p in group["params"] if p.requires_grad}
         self.state.update(states)
 

@@ -63,18 +63,18 @@ class Options(TypedDict, total=False):
     back_projection: str
     """How a low-rank direction becomes an update: galore, fira, apollo or apollo_mini (see `subspace.back_project`)."""
     store: str
-    """Storage of moments: fp32, bf16 or int8."""
+    """Storage format of the moments: fp32, bf16 or int8."""
     basis_store: str
-    """Storage of the basis: fp32, bf16, int8 or int4."""
+    """Storage format of the basis: fp32, bf16, int8 or int4."""
     side: str
     """right (project columns, the input side of a linear), left, std (shorter side) or cheapest (least memory)."""
     gap: int
     """Steps between basis refreshes."""
     lazy: bool
-    """Adapt the gap: longer while the basis hardly changes, shorter while it does."""
+    """Adapt the gap: double it while the basis hardly changes, halve it while it changes a lot."""
     moment_transfer: str
     """How moments move to a new basis: first (project the first moment), both (project both), align (rotate the new
-    basis to the old one and keep both) or keep (keep both)."""
+    basis toward the old one) or keep (leave them unchanged)."""
     start: str
     """gradient (the first basis is from the first gradient) or random (random until a refresh in the first steps)."""
     scale: float
@@ -405,7 +405,7 @@ class LowRankOptimizer(BaseOptimizer):
 
 
 def _check_combination(options: Mapping[str, Any], *, linear: bool) -> None:
-    """Raise for options that exclude each other; `linear`: whether the rule has a moment linear in the gradients."""
+    """Raise for options that are mutually exclusive; `linear`: the rule has a moment linear in the gradients."""
     transfer, subspace = options["moment_transfer"], options["subspace"]
     if transfer == "align" and subspace != "warm":
         raise OptimizerError(

@@ -113,7 +113,7 @@ class ParamLayout:
 
     def __init__(self, parameter: Tensor, group: Mapping[str, Any], index: int) -> None:
         if not parameter.is_floating_point():
-            raise OptimizerError(f"expected floating-point parameters, got {parameter.dtype}: exclude it")
+            raise OptimizerError(f"expected floating-point parameters, got {parameter.dtype}: exclude this parameter")
         self.parameter, self.group, self.index = parameter, group, index
         self.shard = shard_of(parameter)
         projected = group["rank"] is not None and parameter.ndim >= 2

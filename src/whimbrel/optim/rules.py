@@ -148,7 +148,7 @@ def muon_updates(
 
 
 def muon_scale(shape: Sequence[int]) -> float:
-    """sqrt(max(1, rows / columns)): keeps the RMS of the update of tall matrices as large as that of square ones."""
+    """sqrt(max(1, rows / columns)): keeps the RMS of updates of tall matrices as large as for square ones."""
     return float(max(1.0, shape[-2] / shape[-1]) ** 0.5)
 
 

@@ -32,7 +32,8 @@ class ScheduleConfig:
     warmup_steps: int | float = 0
     """Warmup steps; a float below 1 is a fraction of the run, rounded up."""
     warmup_start: float | None = None
-    """Factor at the first warmup step, reaching 1 after the last; default: 1/warmup_steps, reaching 1 at the last."""
+    """Learning rate factor at the first warmup step, reaching 1 after the last; default: 1/warmup_steps, reaching 1 at
+    the last."""
     warmup_shape: Shape | None = None
     """Shape of the warmup from warmup_start; default: linear."""
     cooldown: float = DEFAULT_COOLDOWN
@@ -46,7 +47,7 @@ class ScheduleConfig:
     min_lr_ratio: float = 0.0
     """Learning rate at the end of the decay, as a fraction of the peak."""
     cycles: float | None = None
-    """With a cosine: number of periods, default 0.5; with cosine_with_restarts: number of cycles, default 1."""
+    """For cosine curves: number of periods, default 0.5; for cosine_with_restarts: number of cycles, default 1."""
     power: float | None = None
     """With polynomial: exponent of the remaining fraction of steps; default: 1."""
     timescale: int | None = None
@@ -84,7 +85,7 @@ class ScheduleConfig:
         if not self.warmup_steps:
             check_unused("schedule", self, ("warmup_start", "warmup_shape"), "schedule.warmup_steps")
         if self.cooldown_steps is not None and self.cooldown != DEFAULT_COOLDOWN:
-            raise ConfigError("schedule.cooldown and schedule.cooldown_steps exclude each other: set one")
+            raise ConfigError("schedule.cooldown and schedule.cooldown_steps are mutually exclusive: set only one")
 
     def with_name(self, name: str) -> ScheduleConfig:
         """The same settings for another schedule."""

@@ -41,7 +41,7 @@ NO_KERNEL_ERRORS = ("No viable backend for scaled_dot_product_attention", "No av
 class MixedPrecision:
     """fp32: no autocast; bf16: autocast; fp16: autocast with a `GradScaler`, so that small gradients do not underflow.
 
-    Weights and optimizer state keep their dtype. Only fp16 has state, that of the `GradScaler`.
+    Weights and optimizer state keep their dtype. Only fp16 has state: the state of the `GradScaler`.
     """
 
     def __init__(self, precision: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:

@@ -246,7 +246,7 @@ def swap_on_conversion() -> Iterator[None]:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Any], *, assign: bool = False, strict: bool = True) -> None:
-    """`model.load_state_dict` by swapping: parameters keep their identity, also with `assign`.
+    """`model.load_state_dict` by swapping: parameters keep their identity, even with `assign`.
 
     Dense weights are quantized when loaded into quantized ones, and vice versa. Unlike torch's method, it does not
     modify the metadata of `state`.

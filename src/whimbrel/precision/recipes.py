@@ -180,7 +180,7 @@ def prepare(
 ) -> LayerSelection:
     """Convert linear layers for training; returns the selected layers, and why others were skipped.
 
-    `device` is the training device (None: that of the model), `precision` the autocast dtype. fp8 recipes skip layers
+    `device` is the training device (None: the model's), `precision` the autocast dtype. fp8 recipes skip layers
     with a dimension that is not a multiple of `fp8_dim_alignment` (16). `skip` overrides the recipe's.
     """
     recipe = find_recipe(recipe)

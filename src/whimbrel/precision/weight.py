@@ -436,13 +436,13 @@ def _slice(
 ) -> QuantizedWeight:
     complete = (start or 0) == 0 and (end is None or end >= weight.shape[dim]) and step == 1
     if dim % 2 != int(weight.transposed) and not complete:
-        raise PrecisionError(f"{func} of a quantized weight (one scale per row) works along dimension 0 only")
+        raise PrecisionError(f"{func} of a quantized weight (one scale per row) is only supported along dimension 0")
     return _map_parts(weight, lambda part: part if complete else func(part, 0, start, end, step))
 
 
 def _split(func: Any, weight: QuantizedWeight, sizes: Any, dim: int = 0) -> list[QuantizedWeight]:
     if dim % 2 != int(weight.transposed):
-        raise PrecisionError(f"{func} of a quantized weight (one scale per row) works along dimension 0 only")
+        raise PrecisionError(f"{func} of a quantized weight (one scale per row) is only supported along dimension 0")
     pieces = zip(func(weight.codes, sizes), func(weight.scales, sizes), strict=True)
     return [QuantizedWeight(codes, scales, weight.format, weight.transposed) for codes, scales in pieces]
 

@@ -25,7 +25,7 @@ class ServeConfig:
     max_requests: int = 256
     """Maximum number of requests running or waiting; further ones get a 429."""
     max_connections: int = 1024
-    """Maximum number of open connections, lower if the open-file limit requires it. New ones replace idle ones."""
+    """Maximum number of open connections; fewer if the open-file limit is too low. New ones replace idle ones."""
     max_choices: int = 256
     """Maximum number of completions per request: prompts times `n`."""
     max_body_bytes: int = 4 * 1024**2

@@ -73,7 +73,7 @@ def _drop_no_effect_fields(body: Any, known: Collection[str], unsupported: Mappi
         if name in unsupported:
             # Compares types as well: to Python, 0 equals False.
             if not any(type(value) is type(accepted) and value == accepted for accepted in unsupported[name]):
-                raise_invalid(name, f"{name} is not supported: leave it out", code="unsupported_parameter")
+                raise_invalid(name, f"{name} is not supported: remove it", code="unsupported_parameter")
         elif name not in known:
             # pydantic errors cannot contain a lone surrogate.
             short = name[:64].encode("utf-8", "backslashreplace").decode()
@@ -150,7 +150,7 @@ def _validate_tools(value: Any) -> list[dict[str, Any]]:
             if not isinstance(function.get(name), kind | None):
                 raise_invalid("tools", f"{expected}, got {name} of type {type(function[name]).__name__}")
         if function.get("strict"):
-            raise_invalid("tools", "strict is not supported: leave it out", code="unsupported_parameter")
+            raise_invalid("tools", "strict is not supported: remove it", code="unsupported_parameter")
     return value
 
 
@@ -483,7 +483,7 @@ class ModelCard(BaseModel):
     context_length: int
     """Maximum number of tokens, prompt included."""
     num_parameters: int
-    """Number of parameters, of an adapter those of its base model."""
+    """Number of parameters; for an adapter, of its base model."""
     dtype: str
     """Data type of the weights, or the format they are quantized to."""
     vocab_size: int

@@ -67,7 +67,7 @@ class ServedModel:
     model: GPT
     tokenizer: Tokenizer
     name: str
-    """The model id for clients."""
+    """The model id in the API."""
     adapter: str | None = None
     """The name of the adapter in the engine; None for the base model."""
     created: int = 0
@@ -96,7 +96,7 @@ class ServedModel:
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """Defaults of the model: those of its sampling parameters that are set, and `max_new_tokens`."""
+        """The model's defaults: the sampling parameters that it sets, and `max_new_tokens`."""
         fields = {**self.default_sampling, "max_new_tokens": self.max_new_tokens}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -193,7 +193,7 @@ def open_served_adapters(
     `options` are those of `locate_model` for the model.
     """
     if model.name in adapters:
-        raise ConfigError(f"--adapter {model.name}: the name is taken by the model, choose another one")
+        raise ConfigError(f"--adapter {model.name}: the model already has this name; choose another")
     served, opened, location = [], {}, locate_model(path, **options)
     for name, adapter in adapters.items():
         opened[name], source = open_adapter(name, adapter, model.model, location, model.tokenizer)

@@ -159,7 +159,7 @@ def find_parser(template: ChatTemplate, names: Collection[str]) -> Callable[[], 
     expected = (
         f'expected a chat template that writes tool calls as {START}{{"name": ...}} or {{"name": ..., "parameters"'
     )
-    raise RequestError(f"{expected}: ...}}, got one with another format: leave tools out", field="tools")
+    raise RequestError(f"{expected}: ...}}, got one with another format: remove tools", field="tools")
 
 
 def supports_tools(template: ChatTemplate) -> bool:

@@ -2,7 +2,7 @@
 
 The text of each template is what `chat_template.jinja` of a fine-tuned model contains, so that transformers, vLLM and
 llama.cpp render the prompts that the model was trained on. All render the start of a conversation in the same way
-whatever follows, which `ChatTemplate.encode_for_training` needs.
+regardless of what follows, which `ChatTemplate.encode_for_training` needs.
 """
 
 from __future__ import annotations

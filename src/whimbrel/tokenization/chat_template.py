@@ -1,7 +1,7 @@
 """Chat templates: from messages to the prompt format that a model was trained on.
 
-A template is a Jinja program that comes with a model, with the interface of transformers. It runs in a sandbox with
-limits (`template_sandbox`); a template that fails or exceeds a limit raises RequestError.
+A template is a Jinja program that comes with a model and has the interface of transformers' chat templates. It runs in
+a sandbox with limits (`template_sandbox`); a template that fails or exceeds a limit raises RequestError.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ BATCH_CHATS, BATCH_CHARACTERS = 256, 1 << 20
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 TrainOn = Literal["assistant", "last", "all"]
-"""Supervised tokens: those of all assistant turns, of the last one, or all tokens."""
+"""Supervised tokens: all assistant turns, the last one, or all tokens."""
 
 
 class Chat(NamedTuple):
@@ -116,14 +116,16 @@ class ChatTemplate:
         except InvalidTemplateError as error:
             raise DataError(f"the chat template is not valid Jinja {error}") from error
         except LimitExceededError as error:
-            raise DataError(f"the chat template takes more than {error} to compile: change it") from error
+            raise DataError(f"the chat template takes more than {error} to compile: simplify it") from error
 
     def check(self) -> None:
         """Render one short message; DataError if that exceeds a limit, a warning if the template rejects it."""
         try:
             self._render([{"role": "user", "content": "Hello"}], None, add_generation_prompt=True, markers=None)
         except LimitExceededError as error:
-            raise DataError(f"the chat template takes more than {error} for one short message: change it") from error
+            raise DataError(
+                f"the chat template takes more than {error} to render one short message: simplify it"
+            ) from error
         except RenderError as error:
             logging.getLogger(__name__).warning("the chat template rejects a single user message: %r", str(error))
 
@@ -180,13 +182,13 @@ class ChatTemplate:
     def encode_for_training(
         self, tokenizer: Tokenizer, chats: Iterable[Chat], train_on: TrainOn = "assistant"
     ) -> Iterator[SupervisedTokens | RequestError]:
-        """For each conversation, in order, its tokens, or the error because of which it cannot be trained on.
+        """For each conversation, in order, its tokens, or the reason why it cannot be trained on, as an error.
 
-        The ids are those of `encode` without a generation prompt. If the template has `{% generation %}` blocks, their
-        tokens are supervised, as in transformers. Otherwise an assistant turn starts after the messages before it,
-        rendered with a generation prompt, and ends with the special token that ends it, if it has one. This needs a
-        template that renders the start of a conversation in the same way whatever follows; others are rejected unless
-        `train_on="last"`, which omits messages after the last assistant turn.
+        The ids are the same as from `encode` without a generation prompt. If the template has `{% generation %}`
+        blocks, their tokens are supervised, as in transformers. Otherwise an assistant turn starts after the messages
+        before it, rendered with a generation prompt, and ends with the special token that ends it, if it has one. This
+        needs a template that renders the start of a conversation in the same way regardless of what follows; others are
+        rejected unless `train_on="last"`, which omits messages after the last assistant turn.
         """
         if train_on not in get_args(TrainOn):
             raise ConfigError(not_one_of("train_on", train_on, get_args(TrainOn)))
@@ -261,7 +263,7 @@ class ChatTemplate:
 
     def _render_failure(self, error: Exception, markers: Markers | None) -> RequestError:
         if isinstance(error, LimitExceededError):
-            return _request_error(f"the model's chat template takes more than {error} for these messages")
+            return _request_error(f"the model's chat template takes more than {error} to render these messages")
         reason = str(error).translate({} if markers is None else markers.to_character)
         return _request_error(f"the model's chat template rejects these messages: {reason}")
 
@@ -284,12 +286,14 @@ class ChatTemplate:
         _check_messages(messages)
         if tools and not self.features.reads_tools:
             raise RequestError(
-                "the model's chat template does not support tools: leave them out, or fine-tune the model with "
+                "the model's chat template does not support tools: remove them, or fine-tune the model with "
                 "--template chatml",
                 field="tools",
             )
         if "tool_calls" not in self.source and any(message.get("tool_calls") for message in messages):
-            raise _request_error("the model's chat template does not support tool calls: use one that does")
+            raise _request_error(
+                "the model's chat template does not support tool calls: remove them, or use a template that does"
+            )
 
 
 def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemplate | None:
@@ -503,7 +507,7 @@ def _supervise(
         for start, end in turns:  # tokens that overlap with the turn
             mask |= (starts < end) & (ends > start)
     if not mask.any():
-        raise _request_error("the chat template renders no token of an assistant turn: there is nothing to train on")
+        raise _request_error("the chat template renders no tokens for an assistant turn: there is nothing to train on")
     return SupervisedTokens(
         ids,
         mask,
@@ -529,7 +533,7 @@ def _check_prefix(length: int | None, train_on: TrainOn) -> int:
         return length
     if train_on == "last":
         raise _request_error(
-            "the chat template renders an answer differently from its generation prompt: mark answers in it with "
+            "the chat template renders an answer differently from its generation prompt: mark answers with "
             "{% generation %} blocks, or choose another template"
         )
     raise _request_error(

@@ -488,7 +488,7 @@ class _MarkedText(str):
         return self
 
     def __hash__(self) -> int:
-        """Equal to that of the unmarked text, which `__eq__` treats as equal: for dictionary keys."""
+        """Equal to the hash of the unmarked text, which `__eq__` treats as equal: for dictionary keys."""
         return hash(self.translate(self._markers.to_character))
 
 
@@ -529,7 +529,7 @@ def _has_generation_blocks(source: str) -> bool:
 
 @functools.cache
 def _environment(*, mark_generation: bool) -> ImmutableSandboxedEnvironment:
-    """The Jinja environment that templates expect, with the settings, filters and globals of transformers."""
+    """The Jinja environment that templates expect, with the same settings, filters and globals as in transformers."""
     block = _MarkedGenerationBlock if mark_generation else _GenerationBlock
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[block, "jinja2.ext.loopcontrols"]

@@ -139,9 +139,9 @@ class Tokenizer:
     ) -> EncodedPrompt:
         """Token ids of a raw prompt, the same as from transformers' `tokenizer(text)`.
 
-        `parse_special=False` treats special tokens in the text as plain text; `add_special_tokens=False` leaves out
-        the tokens that the tokenizer's post-processor adds to every text (such as BOS). Of a text far longer than
-        `max_tokens`, only a prefix is encoded that already exceeds the limit: encoding takes up to a thousand times the
+        `parse_special=False` treats special tokens in the text as plain text; `add_special_tokens=False` omits the
+        tokens that the tokenizer's post-processor adds to every text (such as BOS). If the text is far longer than
+        `max_tokens`, only a prefix that already exceeds the limit is encoded: encoding takes up to a thousand times the
         memory of the text, and the caller rejects it anyway. Thread-safe.
         """
         encode = functools.partial(

@@ -262,7 +262,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     detect_anomaly: bool = False
     """Report the operation that produces a NaN gradient; slow."""
     sdpa_backend: tuple[SdpaBackend, ...] | SdpaBackend | None = None
-    """Allowed attention kernels: one or a list, names or members of SDPBackend; None: torch chooses."""
+    """Allowed attention kernels: one or a list, names or members of SDPBackend; None: chosen by torch."""
     sdpa_set_priority: bool = False
     """Try the kernels of sdpa_backend in the given order."""
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
@@ -318,11 +318,11 @@ class TrainingArguments(BaseTrainingArguments):
     resume_skip: tuple[str, ...] | None = None
     """Components not to restore on resume: optimizer, scheduler, dataset, rng, callbacks."""
     save_minutes: float | None = 10.0
-    """Also save if the last save was this many minutes ago; deleted once a newer checkpoint exists."""
+    """Also save this many minutes after the last save; such a checkpoint is deleted once a newer one exists."""
     async_save: bool = True
     """Write checkpoints in a background thread; training waits only while its state is copied."""
     save_mirror: str | None = None
-    """URL to copy checkpoints to, such as s3://bucket/prefix; a run without local ones resumes from it."""
+    """URL to copy checkpoints to, such as s3://bucket/prefix; a run without local checkpoints resumes from there."""
 
     def _check_values(self) -> None:
         super()._check_values()

@@ -153,9 +153,9 @@ class TokenBatches:
 class DatasetBatches:
     """Batches of a map-style dataset (reshuffled every epoch) or an iterable dataset (in its own order).
 
-    A global batch is the next `world_size * batch_size` examples, of which rank r gets the r-th slice; a short one, at
+    A global batch is the next `world_size * batch_size` examples, and rank r gets the r-th slice; a short one, at
     the end of an epoch, is split evenly. An iterable dataset is read by every rank, which keeps its slices. Epochs and
-    positions are global, so that a run can continue with another batch size or number of ranks.
+    positions are global, so that a run can continue with a different batch size or number of ranks.
 
     While a batch is built, the global generators are seeded from the seed, the epoch and the batch number. So a batch
     is the same whether it is prefetched, loaded by a worker or loaded after a resume, and the random numbers of the
@@ -173,7 +173,7 @@ class DatasetBatches:
         self._global_batch = batch_size * world_size
         self._epoch, self._batches_used, self._iter_epoch = 0, 0, 0
         self._first_batch = 0
-        """Examples in the first batch of the epoch, if a resume with another batch size left an incomplete one."""
+        """Examples in the first batch of the epoch, if a resume with a different batch size left an incomplete one."""
         self._batches: Iterator[Any] | None = None
         self._prefetched: list[Any] = []
         self._stream_digests: deque[str] = deque(maxlen=1)
@@ -289,7 +289,7 @@ class DatasetBatches:
         return state if dataset_state is None else state | {"dataset": dataset_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position; another batch size or number of ranks continues at the same example."""
+        """Restore a position; a different batch size or number of ranks continues at the same example."""
         remedy = "resume with the same data and seed, or with resume_skip=('dataset',) (--resume.skip=dataset)"
         for name, value in self._identity().items():
             if state.get(name, value) != value:
@@ -298,7 +298,7 @@ class DatasetBatches:
                 )
         saved, current = state.get("fingerprint"), self._fingerprint
         if saved is not None and current is not None and saved != current:
-            raise DataError(f"the examples of this dataset differ from those of the checkpoint: {remedy}")
+            raise DataError(f"the examples of this dataset differ from the checkpoint's: {remedy}")
         # Older checkpoints have a number of batches instead of a position.
         examples = state["position"] if "position" in state else state["taken"] * state["batch_size"]
         position, rest = divmod(int(examples), self._unit)
@@ -347,7 +347,7 @@ class DatasetBatches:
 
     @property
     def _has_exact_state(self) -> bool:
-        """Whether the dataset's state can be saved; with workers it is that of another process."""
+        """Whether the dataset's state can be saved; with workers it is in another process."""
         stateful = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
         return not self.is_map_style and stateful and self._loader.workers == 0 and has_exact_state(self.dataset)
 
@@ -420,7 +420,7 @@ class DataLoaderBatches(DatasetBatches):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise ConfigError(
                 f"expected a DataLoader over the whole dataset, got one with a DistributedSampler for "
-                f"{sampler.num_replicas} ranks: leave the sampler out, the trainer splits the data"
+                f"{sampler.num_replicas} ranks: remove the sampler; the trainer splits the data"
             )
         self._epoch_start_states: list[Tensor] = []
         batch_size = getattr(batches, "batch_size", None) or 1
@@ -543,7 +543,7 @@ class MapStyleEpoch(Dataset[Any]):
 class IterableEpoch(IterableDataset[Any]):
     """The batches of one epoch over an iterable dataset, or of a worker's shard of it, numbered from `first`.
 
-    `batch_size` is that of global batches, of which it yields the slice of one rank; the batch with number 0 has
+    `batch_size` is the size of a global batch, of which it yields the slice of one rank; the batch with number 0 has
     `first_batch` examples, if that is not 0.
     """
 
@@ -690,12 +690,12 @@ def make_batches(
 ) -> TokenBatches | DatasetBatches:  # fmt: skip
     """Batches of a dataset, DataLoader or TokenDataLoader; `batch_size` may be None only for a TokenDataLoader.
 
-    `rank` and `world_size` are those of the ranks that read different data.
+    `rank` and `world_size` count the ranks that read different data.
     """
     if isinstance(dataset, TokenDataLoader):
         if batch_size not in (None, dataset.B):
             raise ConfigError(
-                f"expected the TokenDataLoader's B = {dataset.B} as batch size, got {batch_size}: set both to the same"
+                f"expected the TokenDataLoader's B = {dataset.B} as batch size, got {batch_size}: make them equal"
             )
         _reject_loader_settings(loader, "a TokenDataLoader")
         dataset.split(rank, world_size)
@@ -705,7 +705,7 @@ def make_batches(
         loader_batch_size = dataset.batch_size
         if loader_batch_size is not None and batch_size not in (loader_batch_size, DEFAULT_BATCH_SIZE):
             raise ConfigError(
-                f"expected the DataLoader's batch size {loader_batch_size}, got {batch_size}: set both to the same"
+                f"expected the DataLoader's batch size {loader_batch_size}, got {batch_size}: make them equal"
             )
         if shuffle:
             _reject_loader_settings(loader, "a DataLoader")
@@ -716,7 +716,7 @@ def make_batches(
         )
     if world_size > 1 and getattr(dataset, "_distributed", None) is not None:  # a streaming dataset of `datasets`
         raise ConfigError(
-            "expected the whole dataset, got the part of one rank (split_dataset_by_node): pass it unsplit, the "
+            "expected the whole dataset, got the part of one rank (split_dataset_by_node): pass it unsplit; the "
             "trainer splits the data"
         )
     return DatasetBatches(
@@ -726,14 +726,14 @@ def make_batches(
 
 
 def check_samples_per_step(saved: int | None, batches: Any, accumulation: int) -> None:
-    """Raise ConfigError if a step has other than `saved` samples: an epoch would have another number of steps."""
+    """Raise ConfigError unless a step has `saved` samples: an epoch would have a different number of steps."""
     if saved is None or not isinstance(batches, DatasetBatches):
         return
     if (samples := batches.samples_per_step(accumulation)) != saved:
         raise ConfigError(
-            f"expected {saved} samples a step, as in the checkpoint, got {batches.batch_size} x {batches.world_size} "
-            f"ranks x {accumulation} = {samples}: change per_device_train_batch_size or gradient_accumulation_steps, "
-            "or set max_steps"
+            f"expected {saved} samples per step, as in the checkpoint, got {batches.batch_size} x "
+            f"{batches.world_size} ranks x {accumulation} = {samples}: change per_device_train_batch_size or "
+            "gradient_accumulation_steps, or set max_steps"
         )
 
 
@@ -747,7 +747,7 @@ def check_same_data(batches: Any, world: World) -> None:
             values = "" if name == "generators" else f" ({identity[name]} and {found[0][name]})"
             raise DataError(
                 f"expected the same data on all ranks, got different {name} on rank {rank} and rank 0{values}: pass "
-                "the whole dataset with one seed on every rank, the trainer splits it"
+                "the whole dataset with the same seed on every rank; the trainer splits it"
             )
 
 
@@ -756,9 +756,7 @@ def _reject_loader_settings(loader: LoaderConfig, dataset_type: str) -> None:
     for field in fields(LoaderConfig):
         if (value := getattr(loader, field.name)) != field.default:
             setting = f"loader.{field.name}"
-            raise ConfigError(
-                f"{setting} = {value} has no effect on {dataset_type}: leave {argument_name(setting)} out"
-            )
+            raise ConfigError(f"{setting} = {value} has no effect on {dataset_type}: remove {argument_name(setting)}")
 
 
 def eval_token_batches(batches: TokenBatches, tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:

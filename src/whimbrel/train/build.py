@@ -239,7 +239,7 @@ def accumulation_steps(tokens_per_step: int, micro_batch: int, sequence_length: 
     if tokens_per_step % tokens:
         below = tokens_per_step // tokens * tokens
         nearest = f"{below} or {below + tokens}" if below else f"{tokens}"
-        over_ranks = (" x ranks", f" x {ranks}", ", or another number of processes") if ranks > 1 else ("", "", "")
+        over_ranks = (" x ranks", f" x {ranks}", ", or a different number of processes") if ranks > 1 else ("", "", "")
         raise ConfigError(
             f"train.tokens_per_step = {tokens_per_step} is not a multiple of train.micro_batch x sequence length"
             f"{over_ranks[0]} = {micro_batch} x {sequence_length}{over_ranks[1]} = {tokens}: use {nearest}"
@@ -283,7 +283,7 @@ def check_run_directory_unchanged(requested: RunConfig, micro_batch: int | None,
 def with_recorded_micro_batch(config: RunConfig, ranks: int) -> RunConfig:
     """Resume with the checkpoint's micro-batch unless one is set: another size would change the summation order.
 
-    With another number of ranks, it is used only if it divides a step of this run.
+    With a different number of ranks, it is used only if it divides a step of this run.
     """
     if config.train.micro_batch is not None or config.overwrite_output_dir:
         return config
@@ -332,7 +332,7 @@ def _build_train_loader(config: RunConfig, device: torch.device, micro_batch: in
     )
     if config.tokens_per_step > MAX_EPOCHS_PER_STEP * loader.total_tokens:
         raise ConfigError(
-            f"train.tokens_per_step = {config.tokens_per_step:,} is over {MAX_EPOCHS_PER_STEP} epochs of the "
+            f"train.tokens_per_step = {config.tokens_per_step:,} is more than {MAX_EPOCHS_PER_STEP} epochs of the "
             f"{loader.total_tokens:,} training tokens in {config.data.shards}: lower it or prepare more text"
         )
     return loader
@@ -362,8 +362,8 @@ def _build_eval_loader(
     _warn_if_shards_overlap(config.data.shards, path)
     if config.validation.tokens is not None and config.validation.tokens < loader.T:
         raise ConfigError(
-            f"validation.tokens = {config.validation.tokens} is less than one sequence of {loader.T}: increase it, or "
-            "lower data.sequence_length"
+            f"validation.tokens = {config.validation.tokens} is less than one sequence of {loader.T} tokens: increase "
+            "it, or lower data.sequence_length"
         )
     if loader.total_tokens <= loader.T:  # the target of a sequence's last token is the token after it
         raise ConfigError(
@@ -435,7 +435,10 @@ def build_callbacks(config: RunConfig, tokenizer: Tokenizer | None, sample_func:
     callbacks: list[Any] = []
     if config.sample.every is not None:
         if tokenizer is None:
-            raise ConfigError(f"sample.every needs the tokenizer, but {config.data.shards} has no tokenizer.json")
+            raise ConfigError(
+                f"sample.every needs the tokenizer, but {config.data.shards} has no tokenizer.json: add it, or remove "
+                "sample.every"
+            )
         sample = sample_func or _engine_sample_func(config)
         callbacks.append(
             SampleCallback(lambda model, step: sample(cast(GPT, model), tokenizer, step), config.sample.every)
@@ -519,8 +522,8 @@ def _split_stages(model: nn.Module, config: TrainerConfig, device: torch.device,
     head: Any = model.lm_head if isinstance(model, GPT) else getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or hasattr(model, "peft_config"):
         raise ConfigError(
-            f"expected a GPT or a decoder-only model of transformers for a pipeline, got {type(model).__name__}: set "
-            "parallel.pp = 1, use fsdp instead"
+            f"expected a GPT or a decoder-only transformers model for a pipeline, got {type(model).__name__}: set "
+            "parallel.pp = 1 and use fsdp"
         )
     indices = stage_indices(schedule, world.mesh.get_local_rank("pp"), ranks)
     costs = [float(sum(p.numel() for p in block.parameters())) for block in find_blocks(model)]
@@ -674,7 +677,7 @@ def create_outer_optimizer(model: nn.Module, config: TrainerConfig, world: World
         "ema.decay": config.ema.decay,
     }.items():
         if is_set:
-            raise ConfigError(f"parallel.strategy = diloco does not work with {name}: leave it out, or use ddp")
+            raise ConfigError(f"parallel.strategy = diloco does not work with {name}: remove it, or use ddp")
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return DiLoCo(parameters, config.parallel, world, total_steps)
 
@@ -701,7 +704,7 @@ def _wrap_in_backward(
         reason = "train.optimizer_in_backward updates weights before all gradients are known"
         conflicts |= {
             f"{world.size} processes": world.size > 1,
-            f"{accumulation} micro-batches a step": accumulation > 1,
+            f"{accumulation} micro-batches per step": accumulation > 1,
             f"train.clip = {train.clip} (max_grad_norm)": train.clip is not None,
             "train.on_nonfinite = skip": train.on_nonfinite == "skip",
             f"train.projected_linears, as {type(optimizer).__name__} needs full gradients": train.projected_linears,

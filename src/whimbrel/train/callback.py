@@ -110,7 +110,7 @@ class RunningTotals:
     """Sum and number of values of each metric of the objective, which it may report in some steps only."""
 
     def add(self, loss: float, grad_norm: float, lr: float, seconds: float, metrics: dict[str, float]) -> None:
-        """Add a finished step; `metrics` are those of the objective."""
+        """Add a finished step; `metrics` come from the objective."""
         self.steps, self.unlogged_steps = self.steps + 1, self.unlogged_steps + 1
         self.loss, self.unlogged_loss = self.loss + loss, self.unlogged_loss + loss
         self.grad_norm, self.lr, self.seconds = grad_norm, lr, self.seconds + seconds
@@ -132,7 +132,7 @@ class TrainerCallback:
     All events get `args, state, control, model` (unwrapped), `processing_class, optimizer, lr_scheduler,
     train_dataloader, eval_dataloader, trainer`, and the arguments named below. A handler may change `control` or
     return another. A callback with `state_dict` and `load_state_dict` is saved in checkpoints under its `name`
-    (default: its class name). Of several processes, rank 0 calls it, unless it needs `all_ranks`.
+    (default: its class name). With several processes, only rank 0 calls it, unless it sets `all_ranks`.
     """
 
     all_ranks: bool = False
@@ -182,7 +182,7 @@ class TrainerCallback:
     def on_save(self, **event: Any) -> TrainerControl | None:
         """A checkpoint is complete and on disk: `checkpoint` (its path) and `step`.
 
-        `state` is that of the saved step. With `async_save`, the run and `model` may be a few steps ahead; callbacks
+        `state` belongs to the saved step. With `async_save`, the run and `model` may be a few steps ahead; callbacks
         that do not derive from this class are called before the next step.
         """
 

@@ -101,7 +101,7 @@ class CheckpointMixin(ABC):
     resumed_from: Path | None = None
     """The checkpoint that this trainer was loaded from."""
     deferred: set[str]
-    """Actions due at this step ("evaluate", "save") that were deferred because the run had to stop at once."""
+    """Actions due at this step ("evaluate", "save") that were deferred because the run had to stop immediately."""
 
     _recorded_config: TrainerConfig
     """What `config.toml` records."""
@@ -526,8 +526,8 @@ class ThirdPartyState(ModuleState):
         """Parameters and buffers."""
         if is_distributed_model(self._model):
             raise ConfigError(
-                f"{type(self._model).__name__}.save_pretrained cannot write parameters that are spread over ranks: use "
-                "parallel.strategy = ddp"
+                f"{type(self._model).__name__}.save_pretrained cannot write parameters that are split across ranks: "
+                "use parallel.strategy = ddp"
             )
         return super().state_dict()
 

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
-"""torch wrappers that spread a model over several devices."""
+"""torch wrappers that distribute a model over several devices."""
 
 
 def check_no_trial(trial: object) -> None:
@@ -86,7 +86,7 @@ def reject_unknown_arguments(cls: type, constructor: Callable[..., None], unknow
 def check_arguments(args: object, model: object, model_init: object, processing_class: object) -> None:
     """Raise for arguments of a wrong type."""
     if isinstance(args, nn.Module):
-        raise ConfigError("expected the arguments first and the model second: Trainer(args, model), or by name")
+        raise ConfigError("expected the arguments first and the model second: Trainer(args, model), or pass keywords")
     if not isinstance(args, MinimalTrainingArguments | TrainerConfig):
         kind = f"{type(args).__module__.partition('.')[0]}.{type(args).__name__}"
         raise ConfigError(f"expected args of type whimbrel.train.TrainingArguments, got {kind}: the names are the same")
@@ -114,7 +114,7 @@ def resolve_optimizers(
     """The chosen optimizer and scheduler; raises if they are passed in two ways."""
     optimizer, scheduler = optimizers
     if class_and_kwargs is not None and optimizer is not None:
-        raise ConfigError("expected optimizers or optimizer_cls_and_kwargs, got both: leave one out")
+        raise ConfigError("expected optimizers or optimizer_cls_and_kwargs, got both: pass only one")
     for method, choice in {"create_optimizer": optimizer or class_and_kwargs, "create_scheduler": scheduler}.items():
         if choice is not None and overrides(trainer, method, "create_optimizer_and_scheduler"):
             raise ConfigError(f"{method} is overridden, but optimizers were also passed: use one or the other")
@@ -148,15 +148,15 @@ def check_datasets(trainer: Any) -> None:
 
 
 def check_parallel(trainer: Any) -> None:
-    """Raise for settings that do not work on a model that is spread over several ranks."""
+    """Raise for settings that do not work on a model that is split across several ranks."""
     layout, train, parallel = trainer.world.layout, trainer.config.train, trainer.config.parallel
-    spread = f"a model that is spread over ranks ({layout})"
+    split = f"a model that is split across ranks ({layout})"
     refused = {"SampleCallback": "sample.every"} if layout.dp_shard > 1 or layout.tp > 1 or layout.pp > 1 else {}
     refused |= {"EmaCallback": "ema.decay", "NormsCallback": "log.norms"} if layout.pp > 1 else {}
     for callback in trainer.callbacks:
         if (name := type(callback).__name__) in refused:
             remedy = "use fsdp" if name != "SampleCallback" else "use ddp"
-            raise ConfigError(f"{refused[name]} ({name}) does not work with {spread}: leave it out, or {remedy}")
+            raise ConfigError(f"{refused[name]} ({name}) does not work with {split}: remove it, or {remedy}")
     if layout.tp > 1 and train.linear_recipe is not None:
         raise ConfigError(f"fp8 and quantized training do not work with parallel.tp = {layout.tp}: use fsdp")
     if layout.tp > 1 and train.precision == "fp16":
@@ -173,7 +173,7 @@ def check_parallel(trainer: Any) -> None:
         **{f"an overridden {name}": overrides(trainer, name) for name in methods},
     }
     for name in (name for name, is_set in conflicts.items() if is_set):
-        remedy = "use bf16" if "fp16" in name else "leave it out, or use fsdp"
+        remedy = "use bf16" if "fp16" in name else "remove it, or use fsdp"
         raise ConfigError(f"{name} does not work with pipeline parallelism (parallel.pp = {layout.pp}): {remedy}")
     if parallel.pipeline_schedule == "zero-bubble" and not pipeline_averages_gradients(trainer.world, parallel):
         raise ConfigError(

@@ -102,9 +102,9 @@ class TrainConfig:
     compile_scope: Literal["block", "model"] = "block"
     """block: compile one block and reuse it for all; model: compile the model as one graph."""
     compile_backend: str = "inductor"
-    """Backend of torch.compile."""
+    """torch.compile backend."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """Mode of torch.compile."""
+    """torch.compile mode."""
     recompile_limit: int | None = None
     """Maximum number of recompilations of one function; default: the torch default."""
     recompute: Literal["none", "full", "selective"] | float = "none"
@@ -116,7 +116,7 @@ class TrainConfig:
     projected_linears: bool = False
     """Linear layers compute the projected weight gradient directly; needs optimizer_in_backward."""
     sdpa_backend: SdpaBackend | tuple[SdpaBackend, ...] | None = None
-    """Allowed attention kernels; default: torch chooses."""
+    """Allowed attention kernels; default: chosen by torch."""
     sdpa_set_priority: bool = False
     """Try the kernels of sdpa_backend in the given order."""
     detect_anomaly: bool = False
@@ -128,7 +128,8 @@ class TrainConfig:
     device: str | None = None
     """cuda, cuda:N, mps or cpu; default: the best available device."""
     seed: int = 0
-    """Seed for weight initialization and all other random numbers; data.shuffle_seed orders token shards."""
+    """Seed for weight initialization and all other random numbers, except the order of token shards (see
+    data.shuffle_seed)."""
 
     def __post_init__(self) -> None:
         if (self.steps, self.tokens, self.epochs).count(None) != 2:
@@ -206,13 +207,13 @@ class CheckpointConfig:
     every: int | float | None = None
     """Save every N steps, or a fraction of the run if below 1; default: only at the end."""
     every_minutes: float | None = 10.0
-    """Also save if the last save was this many minutes ago; deleted once a newer checkpoint exists."""
+    """Also save this many minutes after the last save; such a checkpoint is deleted once a newer one exists."""
     each_epoch: bool = False
     """Save after each epoch."""
     when_best: bool = False
     """Save after each validation with a new best metric."""
     at_end: bool = True
-    """Save after the last step, also if the run stops early; a run stopped by a signal always saves."""
+    """Save after the last step, even if the run stops early; a run stopped by a signal always saves."""
     keep: int | None = None
     """Number of latest checkpoints to keep, in addition to the best; default: all."""
     best: int | None = None
@@ -226,8 +227,8 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Write checkpoints in a background thread; training waits only while its state is copied."""
     mirror: str | None = None
-    """URL to copy checkpoints to, such as s3://bucket/prefix; a run without local ones resumes from it. Requires the
-    extra `remote`; credentials come from the environment."""
+    """URL to copy checkpoints to, such as s3://bucket/prefix; a run without local checkpoints resumes from there.
+    Requires the extra `remote`; credentials come from the environment."""
 
     def __post_init__(self) -> None:
         check_interval("checkpoint.every", self.every)
@@ -286,7 +287,7 @@ class ResumeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
-    """Data loading for Python datasets; not used for token shards."""
+    """Data loading for Python datasets; has no effect on token shards."""
 
     workers: int = 0
     """Number of worker processes; 0: load in the training process."""
@@ -337,7 +338,7 @@ class EmaConfig:
     """Exponential moving average of the weights, saved next to the model."""
 
     decay: float | None = None
-    """Decay of the average per update; default: off."""
+    """Decay rate of the average per update; default: off."""
     every: int = 1
     """Steps between updates."""
 
@@ -358,7 +359,7 @@ class DivergenceConfig:
     detector: Literal["ema", "window"] = "ema"
     """ema: a fast moving average far above a slow one; window: the last window far above the best one."""
     threshold: float = 2.0
-    """Difference that counts as divergence, in units of the loss."""
+    """Increase in the loss that counts as divergence."""
     fast: float = 0.1
     """Weight of the latest loss in the fast average."""
     slow: float = 0.01
@@ -402,7 +403,7 @@ class TrainerConfig:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     """Which checkpoint to resume from, and what to restore."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """Data loading for datasets in Python."""
+    """Data loading for Python datasets."""
     log: LogConfig = field(default_factory=LogConfig)
     """Logging."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
@@ -412,7 +413,7 @@ class TrainerConfig:
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     """Detect a diverging training loss."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Several processes: strategy and mesh."""
+    """Distributed training: strategy and device mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -511,7 +512,7 @@ class ObjectiveConfig:
     beta: float = 0.1
     """With dpo: how strongly the model is kept close to the reference. With orpo: weight of the odds-ratio loss."""
     loss: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
-    """With dpo: type of the loss."""
+    """With dpo: loss type."""
     label_smoothing: float = 0.0
     """With dpo and loss = sigmoid or robust: assumed probability that the labels of a pair are flipped."""
     reference: Literal["base", "precomputed"] | None = None
@@ -605,7 +606,7 @@ class RunConfig(TrainerConfig):
                 f"{self.model.context_length}: {remedy}"
             )
         if self.loader != LoaderConfig() and self.data.sources is None:
-            raise ConfigError("[loader] has no effect on token shards: leave it out")
+            raise ConfigError("[loader] has no effect on token shards: remove it")
         _check_adapters(self)
         _check_objective(self)
         if train.accumulation is not None and train.micro_batch is None:
@@ -645,7 +646,10 @@ def _check_output(output_dir: Path, model: Path | None) -> None:
     """Raise if the run would be written into the model that it starts from, or is that model."""
     output = output_dir.resolve()
     if model is not None and (model.resolve() == output or output / "checkpoints" in model.resolve().parents):
-        raise ConfigError(f"expected another output_dir than the model to start from, got {output_dir} for both")
+        raise ConfigError(
+            f"expected output_dir to differ from model.path, the model to start from, got {output_dir} for both: "
+            "choose another output_dir"
+        )
 
 
 def _check_adapters(config: RunConfig) -> None:
@@ -667,7 +671,7 @@ def _check_adapters(config: RunConfig) -> None:
         f"parallel.pp = {config.parallel.pp}": (config.parallel.pp or 1) > 1,
     }
     for name in (name for name, is_set in refused.items() if is_set):
-        raise ConfigError(f"{name} does not work with [lora]: leave one of them out")
+        raise ConfigError(f"{name} does not work with [lora]: remove one of them")
     if config.lora.modules is not None:
         select_targets(model.architecture, config.lora.modules)  # raises for unknown names
 
@@ -689,7 +693,7 @@ def _check_objective(config: RunConfig) -> None:
     if precomputes and not config.data.packing:
         raise ConfigError(f"objective.name = {name} with precomputed values needs data.packing = true")
     if config.data.val is not None and validation.path is not None:
-        raise ConfigError("expected data.val or validation.path, got both: leave one out")
+        raise ConfigError("expected data.val or validation.path, got both: remove one")
     check_unused("validation", validation, ("tokens",), "token shards (for samples: validation.batches)")
     check_unused("loader", loader, ("remove_unused_columns", "label_names"), "a dataset in Python")
     if config.sample.every is not None and not config.sample.prompt:
@@ -745,12 +749,12 @@ def _check_paths(table: Mapping[str, Any]) -> None:
 
 
 def _model_table(table: dict[str, Any]) -> dict[str, Any]:
-    """The `[model]` table with the architecture from the directory `path`; raises if other keys contradict it."""
+    """The `[model]` table with the architecture from the directory `path`; raises if other keys conflict with it."""
     path: Path = convert(Path, table["path"], "model.path")
     overrides = {key: value for key, value in table.items() if key not in ("path", "weights")}
     weights = {"weights": table["weights"]} if "weights" in table else {}
     if "preset" in overrides:
-        raise ConfigError("expected model.path or model.preset, got both: leave one out")
+        raise ConfigError("expected model.path or model.preset, got both: remove one")
     if not path.exists() and to_table(GPTConfig()).keys() <= overrides.keys():
         return table  # the config.toml of a run that is resumed after its source was removed
     path = resolve_path(path)
@@ -764,8 +768,8 @@ def _check_architecture(requested: GPTConfig, stored: GPTConfig, path: Path, nam
     for name in names:
         if getattr(requested, name) != getattr(stored, name):
             raise ConfigError(
-                f"model.{name} = {getattr(requested, name)} contradicts model.path = {path}, which has "
-                f"{getattr(stored, name)}: leave it out"
+                f"model.{name} = {getattr(requested, name)} conflicts with model.path = {path}, which has "
+                f"{getattr(stored, name)}: remove model.{name}"
             )
 
 

@@ -38,7 +38,7 @@ PEAK_TFLOPS = (
 def choose_device(name: str | None) -> torch.device:
     """The named device, or the best available one; raises ConfigError if it is not available.
 
-    Of several processes, each gets a GPU of its own.
+    With several processes, each gets its own GPU.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     processes = launched_processes()
@@ -66,7 +66,7 @@ def _own_gpu(device: torch.device, processes: int, count: int) -> torch.device:
         )
     if local_rank >= count:
         raise ConfigError(
-            f"expected a GPU for each process of this machine, got {count} for local rank {local_rank}: start fewer "
+            f"expected a GPU for each process on this machine, got {count} for local rank {local_rank}: start fewer "
             "processes, or set train.device=cpu (use_cpu)"
         )
     return torch.device("cuda", local_rank)

@@ -196,15 +196,14 @@ class CheckedArguments(type):
             translated = translate_argument(name, kwargs[name])
             if translated is None or not translated.keys() <= set(known):
                 close = suggest(name, known)
-                hint = f"did you mean '{close}'?" if close else "leave it out (docs/trainer.md lists all arguments)"
+                hint = f"did you mean '{close}'?" if close else "remove it (docs/trainer.md lists all arguments)"
                 raise ConfigError(f"{cls.__name__} has no argument '{name}': {hint}")
             for our_name, value in translated.items():
                 if our_name == "parallel":
                     arguments[our_name] = merge_settings(arguments.get(our_name), value, name)
                 elif arguments.setdefault(our_name, value) != value:
                     raise ConfigError(
-                        f"{name} = {kwargs[name]!r} and {our_name} = {arguments[our_name]!r} contradict each other: "
-                        "pass only one"
+                        f"{name} = {kwargs[name]!r} and {our_name} = {arguments[our_name]!r} conflict: pass only one"
                     )
         return super().__call__(*args, **arguments)
 

@@ -87,7 +87,7 @@ def schedule_settings(kind: str, kwargs: Mapping[str, Any], warmup: int | float,
         setting = chosen.keyword_map.get(keyword, keyword)
         if setting in set_by:
             raise ConfigError(
-                f"lr_scheduler_kwargs has {set_by[setting]} and {keyword}, which set the same value: leave one out"
+                f"lr_scheduler_kwargs has {set_by[setting]} and {keyword}, which set the same value: remove one"
             )
         set_by[setting] = keyword
         settings[setting] = (

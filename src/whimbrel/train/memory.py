@@ -81,7 +81,7 @@ class MemoryPrediction:
     parameters: tuple[ParameterRow, ...]
     """How the optimizer updates each parameter."""
     layout: str = str(Layout())
-    """Sizes of the mesh. The bytes are those of one rank, the one that needs the most."""
+    """Sizes of the mesh. The bytes are for one rank, the one that needs the most."""
 
 
 def optimizer_names() -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class Holdings:
     states: int
     temporaries: int
     keeps_gradients: bool = False
-    """Whether gradients are allocated all the time, as the buckets of DDP are."""
+    """Whether gradients are allocated all the time, like DDP's buckets."""
     on_host: bool = False
     """Whether weights, gradients and states are in host memory."""
     gathered: int = 0
@@ -175,7 +175,7 @@ def measure_passes(config: RunConfig, device_type: str) -> Measurement:
         model = create_model(config, tracker)
         if (config.train.accumulation or 1) > 1:
             for parameter in _trainable(model.parameters()):
-                parameter.grad = parameter.new_empty(parameter.shape)  # dense, also for quantized parameters
+                parameter.grad = parameter.new_empty(parameter.shape)  # dense, even for quantized parameters
                 tracker.mark([parameter.grad], "gradients")
         optimizer = NoOpOptimizer(model.parameters(), {"lr": 0.0})
         return _measure_step(tracker, config, device_type, model, optimizer, micro_batches=1)
@@ -404,8 +404,8 @@ def resolve(config: RunConfig, device_type: str, data_ranks: int = 1) -> RunConf
     train = config.train
     if (recipe := train.fp8_recipe or train.qat_recipe) is not None:
         raise ConfigError(
-            f"expected no train.fp8_recipe or train.qat_recipe for a memory prediction, got {recipe}: leave it out, "
-            "or measure the peak of a few steps"
+            f"expected no train.fp8_recipe or train.qat_recipe for a memory prediction, got {recipe}: remove it, or "
+            "measure the peak of a few steps"
         )
     if train.micro_batch is None:
         local = choose_device(train.device)

@@ -80,7 +80,7 @@ def _check(config: RunConfig) -> None:
         "train.optimizer_in_backward": train.optimizer_in_backward,
     }.items():
         if is_set:
-            raise ConfigError(f"memory prediction for several ranks does not support {name}: leave it out")
+            raise ConfigError(f"memory prediction for several ranks does not support {name}: remove it")
 
 
 def predict_pipeline_ranks(config: RunConfig, layout: Layout, device_type: str) -> list[MemoryPrediction]:
@@ -247,7 +247,7 @@ def _complete_bytes(parameters: Iterable[nn.Parameter], parallel: ParallelConfig
 
 
 def _root_parameters(model: GPT, stages: _Stages) -> list[nn.Parameter]:
-    """The parameters outside of blocks; a tied head is held by the first and by the last rank of a pipeline."""
+    """The parameters outside the blocks; a tied head is held by the first and by the last rank of a pipeline."""
     first = [module for name, module in model.transformer.items() if name not in ("h", "ln_f")]
     last = [model.transformer["ln_f"], model.lm_head]
     modules = (first if stages.is_first else []) + (last if stages.is_last else [])

@@ -48,7 +48,7 @@ def simulated_device(device_type: str) -> Iterator[MemoryTracker]:
     with contextlib.ExitStack() as stack:
         if device_type == "cuda":
             stack.enter_context(_GpuKernels())
-        # Fake CPU tensors, also for a GPU: autograd in a CPU-only build does not support fake CUDA tensors.
+        # Fake CPU tensors, even for a GPU: autograd in a CPU-only build does not support fake CUDA tensors.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker)
         yield tracker

@@ -117,9 +117,9 @@ class ModelObjective(Objective):
     sequences.
 
     A step is weighted by targets, so the objective has to know which labels the model's own loss averages over: those
-    that are not -100, without the first of a sequence if the loss predicts the next token. A model declares that
-    with `loss_type = "ForCausalLM"`; generative decoder-only models of transformers are recognized by `can_generate()`.
-    For any other model it depends on whether the model returns a loss, which its first forward pass shows.
+    that are not -100, except the first of a sequence if the loss predicts the next token. A model declares the latter
+    with `loss_type = "ForCausalLM"`; generative decoder-only transformers models are recognized by `can_generate()`.
+    For any other model it depends on whether the model returns a loss, which is known after its first forward pass.
     """
 
     loss_func: LossFunction | None = None

@@ -219,7 +219,7 @@ def _check_class(component: str, saved: str, current: str, remedy: str) -> None:
 
 
 def _class_name(component: object) -> str:
-    """The class name; for a wrapper that steps in backward, that of the wrapped optimizer."""
+    """The class name; for a wrapper that steps in backward, the wrapped optimizer's."""
     cls = type(component.optimizer if isinstance(component, OptimizerInBackward) else component)
     package = cls.__module__.partition(".")[0]
     return cls.__qualname__ if package == "__main__" else f"{package}:{cls.__qualname__}"

@@ -122,12 +122,12 @@ PARALLEL_ARGUMENTS: dict[str, Callable[[Any], Settings]] = {
 
 
 def merge_settings(settings: ParallelConfig | Settings | None, more: Settings, argument: str) -> Settings:
-    """Add the settings that `argument` stands for; raises ConfigError if they contradict `settings`."""
+    """Add the settings that `argument` stands for; raises ConfigError if they conflict with `settings`."""
     merged = dict((changed_settings(settings) if isinstance(settings, ParallelConfig) else settings) or {})
     for name, value in more.items():
         if merged.setdefault(name, value) != value:
             raise ConfigError(
-                f"{argument} means parallel.{name} = {value!r}, which contradicts {merged[name]!r}: pass only one"
+                f"{argument} means parallel.{name} = {value!r}, which conflicts with {merged[name]!r}: pass only one"
             )
     return merged
 

@@ -104,14 +104,14 @@ class DPO(PreferenceObjective):
     """
 
     beta: float = 0.1
-    """Strength of the constraint to the reference; the inverse margin of IPO is 2 beta."""
+    """How strongly the model is kept close to the reference; the inverse margin of IPO is 2 beta."""
     loss: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
     """`sigmoid`: DPO, with label smoothing conservative DPO; `ipo`: IPO, with log-ratios per token; `robust`: the
-    unbiased loss for labels of which `label_smoothing` are flipped."""
+    unbiased loss if the fraction `label_smoothing` of the labels is flipped."""
     label_smoothing: float = 0.0
     """Assumed probability that the labels of a pair are flipped."""
     reference: Reference | None = None
-    """Default: taken from the batch."""
+    """Where reference log-probabilities come from; default: the batch."""
 
     def __post_init__(self) -> None:
         if self.loss not in ("sigmoid", "ipo", "robust"):
@@ -121,7 +121,7 @@ class DPO(PreferenceObjective):
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"expected label_smoothing from 0 to below 0.5, got {self.label_smoothing}")
         if self.loss == "ipo" and self.label_smoothing:
-            raise ConfigError("label_smoothing does not apply to the ipo loss: leave it out, or use sigmoid or robust")
+            raise ConfigError("label_smoothing does not apply to the ipo loss: remove it, or use sigmoid or robust")
         if isinstance(self.reference, nn.Module):
             self.reference.eval().requires_grad_(requires_grad=False)
 
@@ -169,7 +169,7 @@ class DPO(PreferenceObjective):
 
 @dataclass(slots=True)
 class ORPO(PreferenceObjective):
-    """Odds-ratio preference optimization: the loss of the chosen completion, and that of an odds ratio; no reference.
+    """Odds-ratio preference optimization: the loss of the chosen completion plus an odds-ratio loss; no reference.
 
     Both use mean log-probabilities per token. Prompts have no loss, as in the paper; TRL's `ORPOTrainer` also trains
     on the prompt of the chosen sample.

@@ -93,7 +93,7 @@ def resume_after_restart(config: ConfigT, world: World) -> ConfigT:
 
 
 def record_launch(directory: Path) -> None:
-    """Record which launch of torch elastic trains in the directory. The caller holds its lock."""
+    """Record which torch elastic launch trains in the directory. The caller holds its lock."""
     if (launch := _launch()) is not None:
         with atomic_file(directory / LAUNCH_FILE, "w") as file:
             file.write(json.dumps(launch))
@@ -108,12 +108,12 @@ def _is_restart(directory: Path) -> bool:
         recorded = json.loads((directory / LAUNCH_FILE).read_bytes())
     except (OSError, ValueError):
         return False
-    # One process may train several times, so its own record is not that of a restart.
+    # One process may train several times, so its own record does not mean a restart.
     return bool(recorded["id"] == launch["id"] and recorded != launch)
 
 
 def _launch() -> dict[str, Any] | None:
-    """The launch of torch elastic that started this process, and the process; None without torch elastic.
+    """The torch elastic launch that started this process, and the process; None without torch elastic.
 
     All restarts share the ID of a launch. torchrun sets it to "none" by default: the agent's process ID replaces it.
     """
@@ -195,7 +195,7 @@ def to_json(value: Any) -> Any:
 
 
 def as_number(value: Any) -> int | float | None:
-    """The value as a Python number, also from a tensor or array with one element; None if it is not a number."""
+    """The value, which may be a tensor or array with one element, as a Python number; None if it is not a number."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     while isinstance(value, list) and len(value) == 1:

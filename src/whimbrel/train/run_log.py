@@ -93,7 +93,7 @@ class RunLog:
 
     @property
     def name(self) -> str:
-        """The name of the run directory, or of a log outside of one."""
+        """The name of the run directory, or of a log outside one."""
         return self.path.resolve().parent.name if self.path.name == LOG_FILE else self.path.stem
 
     @property

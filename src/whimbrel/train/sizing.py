@@ -285,12 +285,12 @@ warmup_steps = {min(warmup, plan.steps // 2)}
 cooldown = 0.6  # decay during the last 60% of the steps
 
 [checkpoint]
-every_minutes = {checkpoint_minutes:g}  # what a crash can cost
+every_minutes = {checkpoint_minutes:g}  # the most training time that a crash can lose
 
 [validation]
 every = {-(-plan.steps // plan.validations)}
 
-[sample]  # text from the model during training
+[sample]  # generate text during training
 every = {-(-plan.steps // 3)}
 max_new_tokens = 64
 """

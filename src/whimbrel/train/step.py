@@ -144,7 +144,7 @@ class TrainStep:
         return tokens
 
     def _forward_backward_sums(self, micro_batches: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `_forward_backward`, for targets that are counted in the forward pass: divides gradients afterwards."""
+        """Like `_forward_backward`, for targets that are counted in the forward pass: divides gradients afterwards."""
         device = self._parameters[0].device
         loss, extra, count = self._forward_backward(micro_batches, torch.ones((), device=device))
         num_items = self.world.loss_divisor(count)
@@ -181,7 +181,7 @@ class TrainStep:
         return loss, extra, count
 
     def _run_micro_batch(self, batch: Any, num_items: Tensor) -> LossOutput:
-        """Forward and backward pass; those of a filler have weight 0, even if it ignores `num_items`."""
+        """Forward and backward pass; a filler has weight 0, even if its loss ignores `num_items`."""
         batch, is_filler = (batch.batch, True) if isinstance(batch, DummyBatch) else (batch, False)
         if self.training_step is not None:
             with zero_backward() if is_filler else contextlib.nullcontext():

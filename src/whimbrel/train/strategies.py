@@ -36,7 +36,7 @@ class StrategyTrainer(Trainer):
 
     @classmethod
     def from_config(cls, config: RunConfig, **options: Any) -> Self:
-        """As `Trainer.from_config`, with this strategy."""
+        """Like `Trainer.from_config`, with this strategy."""
         return super().from_config(replace(config, parallel=cls._with_strategy(config.parallel)), **options)
 
     @classmethod
@@ -44,7 +44,7 @@ class StrategyTrainer(Trainer):
         if config.strategy not in (None, *cls.strategies):
             names = " or ".join(cls.strategies)
             raise ConfigError(
-                f"{cls.__name__} trains with strategy = {names}, got {config.strategy}: leave it out, or use Trainer"
+                f"{cls.__name__} trains with strategy = {names}, got {config.strategy}: omit strategy, or use Trainer"
             )
         return replace(config, strategy=config.strategy or cls.strategies[0])
 
@@ -56,7 +56,7 @@ class DDPTrainer(StrategyTrainer):
 
 
 class FSDPTrainer(StrategyTrainer):
-    """Shards the model over all processes, or with strategy = hsdp over those of each machine."""
+    """Shards the model over all processes, or with strategy = hsdp over the processes of each machine."""
 
     strategies = ("fsdp", "hsdp")
 

@@ -85,7 +85,7 @@ def precompute_reference(
     """`dataset` with the log-probabilities of `model`, or of `model` in the context `reference()`, for DPO.
 
     Call it before training: values that exist in `path` are used again, so that a resumed run has the same reference.
-    `autocast` should be that of the training (`MixedPrecision.autocast`): otherwise the model differs from its
+    `autocast` should be the same as in training (`MixedPrecision.autocast`): otherwise the model differs from its
     reference by rounding before the first step. Other arguments are those of `compute_target_values`.
     """
 

@@ -186,7 +186,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         """Build a trainer for a GPT on token shards or samples; an existing run in the output directory is resumed.
 
         `callbacks` and those that the configuration enables are added to the defaults. `sample_func` generates the text
-        for `[sample]` instead of the inference engine. `objective` replaces that of `[objective]`.
+        for `[sample]` instead of the inference engine. `objective` replaces `[objective]`.
         """
         config = resolve_strategy(config)
         world = join_world(config.parallel, choose_device(config.train.device).type)

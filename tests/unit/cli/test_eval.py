@@ -189,7 +189,7 @@ def test_samples_are_written_on_request_only(model, fixtures, tmp_path, capsys):
         best = max(range(2), key=lambda index: sample["choices"][index]["loglikelihood"])
         assert sample["acc"] == (best == sample["gold"])
     assert whimbrel("eval", model, *options, "--log-samples") == 2
-    assert "expected --out with --log-samples" in capsys.readouterr().err
+    assert "--log-samples writes the samples to --out" in capsys.readouterr().err
 
 
 def test_bad_file_is_reported_before_loading(workdir, capsys):

@@ -47,7 +47,7 @@ def test_a_prompt_longer_than_the_context_is_reported(directory, capsys):
     generate(directory, "x" * 31, max_new_tokens=2, temperature=0, device="cpu")
     assert capsys.readouterr().err == ""
     generate(directory, "x" * 40, max_new_tokens=2, temperature=0, device="cpu")
-    assert "40 tokens and the context 32" in capsys.readouterr().err
+    assert "40 tokens and the context holds 32" in capsys.readouterr().err
 
 
 def test_special_tokens_in_the_prompt_are_parsed_by_default(model, directory, capsys):

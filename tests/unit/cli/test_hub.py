@@ -81,11 +81,11 @@ def test_train_from_a_hub_model(hub, shakespeare, capsys):
     hub.requests.clear()
     assert whimbrel("train", "run/config.toml", "--train.steps=2", "--plain") == 0
     assert hub.requests == []
-    # The architecture is that of the model, which contradicts the file.
+    # The architecture is that of the model, which conflicts with the file.
     Path("other.toml").write_text(Path("run.toml").read_text() + "[model]\nnum_layers = 9\nembd_size = 8\n"
                                   "vocab_size = 300\n")  # fmt: skip
     assert whimbrel("train", "other.toml", "--model.path=curlew/base", "--output_dir=other", "--plain") == 2
-    assert "contradicts model.path" in capsys.readouterr().err
+    assert "conflicts with model.path" in capsys.readouterr().err
 
 
 def test_failed_downloads_are_one_line(hub, capsys):

@@ -127,7 +127,7 @@ def test_conversations_keep_their_earlier_messages(tmp_path):
     assert contexts(path, TEMPLATE, chat=True)[0] == "[system]0[user]1[assistant]2[user]3[assistant]"
     with pytest.raises(ConfigError, match="chats.jsonl has conversations .*: add --chat"):
         contexts(path)
-    with pytest.raises(ConfigError, match="few-shot examples of one turn expected"):
+    with pytest.raises(ConfigError, match="expected single-turn few-shot examples"):
         contexts(path, TEMPLATE, chat=True, shots=1)
     write(path, [{"messages": [messages[0], *messages[3:]]}, {"messages": messages[3:]}])
     assert contexts(path, TEMPLATE, chat=True, shots=1) == [

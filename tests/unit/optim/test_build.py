@@ -103,7 +103,7 @@ def test_groups_are_read_from_tables() -> None:
         ({"pattern": "x"}, "no options given: set lr"),
         ({"pattern": "x", "lr": -1.0}, "expected lr >= 0, got -1.0"),
         ({"pattern": "x", "rank": 0}, "expected rank >= 1, got 0"),
-        ({"pattern": "x", "rank": 4, "subspace": False}, "rank = 4 contradicts subspace"),
+        ({"pattern": "x", "rank": 4, "subspace": False}, "rank = 4 conflicts with subspace"),
     ],
 )
 def test_invalid_groups_are_rejected(group: dict[str, object], message: str) -> None:
@@ -192,7 +192,7 @@ def test_groups_set_ranks_and_disable_subspaces() -> None:
         ({"rank": 8}, "optim.rank = 8 needs optim.name = galore or galore_warm or qgalore or apollo"),
         ({"name": "muon", "gap": 8}, "optim.gap = 8 needs optim.name = galore or"),
         ({"name": "adamw8bit", "store": "int8"}, "optim.store = 'int8' needs optim.name = galore_warm or apollo or"),
-        ({"name": "galore", "side": "left"}, "optim.side = 'left' needs optim.name = galore_warm: set that, or leave"),
+        ({"name": "galore", "side": "left"}, "optim.side = 'left' needs optim.name = galore_warm: set that, or remove"),
         (
             {"name": "galore_warm", "projection_type": "full"},
             "optim.projection_type = 'full' needs optim.name = galore",

@@ -107,5 +107,5 @@ def test_invalid_options_are_rejected(settings: dict[str, object]) -> None:
 
 
 def test_cooldown_and_cooldown_steps_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"cooldown and schedule\.cooldown_steps exclude each other"):
+    with pytest.raises(ConfigError, match=r"cooldown and schedule\.cooldown_steps are mutually exclusive"):
         ScheduleConfig(name="wsd", cooldown=0.5, cooldown_steps=3)

@@ -256,7 +256,7 @@ def test_integral_floats_are_converted_to_steps() -> None:
         ("optim", "adafactor", r"unsupported optim='adafactor': pass optimizers=\(NAME, None\)"),
         ("push_to_hub", True, "unsupported push_to_hub=True: .* `whimbrel push"),
         ("evaluation_strategy", "steps", "unsupported evaluation_strategy='steps': use eval_strategy"),
-        ("qqqqqqqqqqqq", 1, "has no argument 'qqqqqqqqqqqq': leave it out"),
+        ("qqqqqqqqqqqq", 1, "has no argument 'qqqqqqqqqqqq': remove it"),
     ],
 )
 def test_unknown_arguments_raise_an_error_with_an_alternative(name: str, value: Any, message: str) -> None:
@@ -348,7 +348,7 @@ def test_parallel_arguments_of_transformers_are_settings_of_parallel(
         ({"fsdp": True, "fsdp_config": {"use_orig_params": True}}, "unsupported fsdp_config="),
         ({"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, "unsupported fsdp_config="),
         ({"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"]}}, "unsupported fsdp_config="),
-        ({"fsdp": True, "parallel": {"strategy": "ddp"}}, "fsdp means parallel.strategy = 'fsdp', which contradicts"),
+        ({"fsdp": True, "parallel": {"strategy": "ddp"}}, "fsdp means parallel.strategy = 'fsdp', which conflicts"),
         ({"parallelism_config": SimpleNamespace(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=2)},
          "unsupported parallelism_config=cp_size > 1"),
         ({"local_rank": 3}, "unsupported local_rank=3"),
@@ -389,7 +389,7 @@ def test_transformers_names_of_our_arguments_are_translated() -> None:
     args.bf16 = False
     args.fp16 = True
     assert args.mixed_precision == "fp16"
-    with pytest.raises(ConfigError, match="fp16 = True and mixed_precision = 'bf16' contradict each other"):
+    with pytest.raises(ConfigError, match="fp16 = True and mixed_precision = 'bf16' conflict"):
         TrainingArguments(bf16=True, fp16=True)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="MinimalTrainingArguments has no argument 'bf16'"):
         MinimalTrainingArguments(bf16=True)  # type: ignore[call-arg]

@@ -90,7 +90,7 @@ def test_invalid_settings_raise_an_error_that_names_them(
         ({"train__compile_backend": "eager"}, "train.compile_backend = 'eager' needs train.compile = true"),
         ({"train__compile_scope": "model"}, "train.compile_scope = 'model' needs train.compile = true"),
         ({"train__recompile_limit": 3}, "train.recompile_limit = 3 needs train.compile = true"),
-        ({"optim__momentum": 0.5}, "optim.momentum = 0.5 needs optim.name = muon: set that, or leave momentum out"),
+        ({"optim__momentum": 0.5}, "optim.momentum = 0.5 needs optim.name = muon: set that, or remove momentum"),
         ({"schedule__cooldown": 0.5}, "schedule.cooldown = 0.5 needs schedule.name = wsd"),
         (
             {"schedule__name": "constant", "schedule__min_lr_ratio": 0.5},

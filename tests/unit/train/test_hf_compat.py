@@ -389,7 +389,7 @@ def test_resuming_with_other_examples_raises(args: Make, fit: Make, data: Make) 
     fit(args(**settings))
     other = data()
     other[0] = {**other[0], "labels": (other[0]["labels"] + 1) % 3}
-    with pytest.raises(DataError, match=r"differ from those of the checkpoint.*resume_skip=\('dataset',\)"):
+    with pytest.raises(DataError, match=r"differ from the checkpoint's.*resume_skip=\('dataset',\)"):
         fit(args(**settings, max_steps=9), train_dataset=other, resume=True)
     fit(args(**settings, max_steps=9, resume_skip=("dataset",)), train_dataset=other, resume=True)
 

@@ -192,7 +192,7 @@ def test_auto_says_if_nothing_fits() -> None:
 
 def test_auto_says_what_cannot_be_predicted() -> None:
     config = make_config("smollm2-135m", {"strategy": "auto"})
-    with pytest.raises(ConfigError, match="got tensorwise: leave it out"):
+    with pytest.raises(ConfigError, match="got tensorwise: remove it"):
         choose_strategy(replace(config, train=replace(config.train, fp8_recipe="tensorwise")), 2, 2, 80 * GIB, "cuda")
 
 

@@ -115,7 +115,7 @@ def test_a_missing_directory_is_an_error(make: MakeRun, directory: Path) -> None
 
 def test_settings_that_contradict_the_directory_are_rejected(make: MakeRun) -> None:
     assert make(model__num_layers=2, model__embd_size=32).model.num_layers == 2
-    with pytest.raises(ConfigError, match=r"model\.num_layers = 3 contradicts model\.path .* has 2"):
+    with pytest.raises(ConfigError, match=r"model\.num_layers = 3 conflicts with model\.path .* has 2"):
         make(model__num_layers=3)
     with pytest.raises(ConfigError, match=r"model\.path or model\.preset, got both"):
         make(model__preset="gpt2")
@@ -176,7 +176,7 @@ def test_a_path_from_python_sets_the_architecture(make_run: MakeRun, directory: 
     assert config.model == build_run_config(to_table(make_run()) | {"model": {"path": str(directory)}}).model
     train(config)
     assert load_run_config(config.output_dir / "config.toml").model == config.model
-    with pytest.raises(ConfigError, match=r"model\.num_layers = 3 contradicts model\.path"):
+    with pytest.raises(ConfigError, match=r"model\.num_layers = 3 conflicts with model\.path"):
         replace(config, model=ModelConfig(path=directory, num_layers=3))
 
 

@@ -406,7 +406,7 @@ def test_compiled_blocks_give_the_same_losses_and_are_cached_on_disk(
 
 
 def test_tokens_per_step_far_beyond_the_corpus_raises(make_run: MakeRun) -> None:
-    with pytest.raises(ConfigError, match=r"tokens_per_step = .* over 16 epochs"):
+    with pytest.raises(ConfigError, match=r"tokens_per_step = .* more than 16 epochs"):
         train(make_run(train__tokens_per_step=2**40, train__micro_batch=None))
 
 

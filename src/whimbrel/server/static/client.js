@@ -14,7 +14,7 @@ export async function request(path, options = {}) {
 }
 
 export function errorMessage(response, body, key) {
-  if (response.status === 401) return key ? "The API key is not correct." : "This server needs an API key.";
+  if (response.status === 401) return key ? "The API key is incorrect." : "This server requires an API key.";
   return body?.error?.message ?? `HTTP status ${response.status}`;
 }
 

@@ -261,7 +261,7 @@ class EmaCallback(TrainerCallback):
 
     The average is saved in checkpoints. At the end of training it is written as a model directory,
     `ema/step-00000500` in the run directory. To evaluate with it:
-    `with ema.average_parameters(model): trainer.evaluate()`. Of sharded weights, each rank averages its shards.
+    `with ema.average_parameters(model): trainer.evaluate()`. If weights are sharded, each rank averages its shards.
     """
 
     all_ranks = True
