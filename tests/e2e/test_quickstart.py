@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,12 @@ def test_other_options_do_not_resume_the_run(texts: Path, capsys: pytest.Capture
         (("texts", "--minutes", "nan"), "--minutes > 0"),
         (("texts", "--depth", "0"), "--depth from 1"),
         (("short.txt",), "at least 10 kB of text"),
+        (("texts", "--out-dir", "."), "--out-dir to end in a name"),
+        (("texts", "--out-dir", ".."), "--out-dir to end in a name"),
+        (("texts", "--out-dir", "a b"), "--out-dir to end in a name"),
+        (("texts", "--out-dir", "short.txt"), "is a file"),
+        (("texts", "--encoding", "nope"), "unknown --encoding 'nope'"),
+        (("texts", "--tokenizer", "short.txt"), "short.txt"),
         ((), "Missing argument"),
     ],
 )
@@ -154,3 +161,31 @@ def test_models_that_do_not_fit_in_memory_are_refused(
     assert whimbrel(*COMMAND) == 2
     assert "fits in 400.0 KiB of memory, got depth 1" in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+def test_deleted_shards_are_prepared_again(texts: Path) -> None:
+    assert whimbrel(*COMMAND) == 0
+    fingerprint = (Path("data/small") / "manifest.json").read_text()
+    shutil.rmtree("data/small")
+    shutil.rmtree("runs/small")
+    assert whimbrel(*COMMAND) == 0
+    assert (Path("data/small") / "manifest.json").read_text() == fingerprint
+
+
+def test_shards_of_another_tokenizer_are_refused(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whimbrel(*COMMAND) == 0
+    shutil.rmtree("runs")
+    assert whimbrel(*COMMAND, "--tokenizer", "gpt2") == 2
+    assert "different tokenizer" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_runs_inside_the_directory_of_text_are_not_read(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(texts)
+    command = ("quickstart", ".", *COMMAND[2:])
+    assert whimbrel(*command) == 0
+    manifest = read_manifest("data/small")
+    assert manifest is not None
+    assert {source.name for source in manifest.sources} == {"a.txt", "b.jsonl"}
+    assert Path("runs/small/log.jsonl").exists()
+    assert whimbrel(*command) == 0

@@ -13,7 +13,7 @@ from whimbrel.cli.terminal import parse_escapes
 if TYPE_CHECKING:
     from whimbrel.tokenization import Tokenizer
 
-__all__ = ["prepare", "tokenizer_app", "verify"]
+__all__ = ["load_named_tokenizer", "prepare", "tokenizer_app", "verify"]
 
 SHARD_SIZE = 100_000_000  # copy of whimbrel.data.manifest.SHARD_SIZE: importing it would slow down --help
 
@@ -93,7 +93,7 @@ def prepare(
     manifest = write_shards(
         sources,
         directory,
-        _load_tokenizer(tokenizer),
+        load_named_tokenizer(tokenizer),
         name=name,
         shard_size=shard_size,
         total_tokens=total_tokens,
@@ -150,7 +150,7 @@ def train_tokenizer_command(
     print(f"wrote {out_dir / 'tokenizer.json'}: {tokenizer.vocab_size:,} ids")
 
 
-def _load_tokenizer(name: str) -> Tokenizer:
+def load_named_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of this name or path, or of a model on the Hub, which is downloaded."""
     from whimbrel.tokenization import load_tokenizer
 
@@ -169,7 +169,7 @@ def show_tokenizer(
     text: Annotated[str | None, typer.Option(help="Show the tokens of this text.")] = None,
 ) -> None:
     """Show a tokenizer's vocabulary size and special tokens, and how it splits text."""
-    loaded = _load_tokenizer(tokenizer)
+    loaded = load_named_tokenizer(tokenizer)
     print(f"vocabulary: {loaded.vocab_size:,} ids, stored as {loaded.dtype}")
     print(f"end-of-text: {loaded.eot_token} ({loaded.eot_id})")
     print(f"encoder: {loaded.backend}")

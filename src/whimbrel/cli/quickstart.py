@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whimbrel.cli.data import Encoding, Separator, SkipBad, TextKey
+from whimbrel.cli.data import Encoding, Separator, SkipBad, TextKey, load_named_tokenizer
 from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls, print_text
 from whimbrel.cli.train import is_finished, run_training
 from whimbrel.train.callback import TrainerCallback
@@ -82,7 +82,10 @@ def quickstart(
         typer.Option(help="Run directory; the shards are written to data/ under the same name. (default: runs/NAME)"),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="gpt2, a tokenizer.json, or a directory with one. (default: train one)")
+        str | None,
+        typer.Option(
+            help="gpt2, a tokenizer.json, a directory with one, or owner/name on the Hub. (default: train one)"
+        ),
     ] = None,
     text_key: TextKey = "text",
     separator: Separator = None,
@@ -111,6 +114,7 @@ def quickstart(
     if depth is not None:
         model_of_depth(depth, vocab_size=1)  # raises for an invalid depth
     run = out_dir or Path("runs") / source_name(source[0])
+    _check_run_directory(run)
     reading = {"text_key": text_key, "separator": separator, "encoding": encoding, "skip_bad": skip_bad}
     options = {"--minutes": f"{minutes:g}", "--depth": depth, "--out-dir": out_dir, "--tokenizer": tokenizer}
     job = _Job(source, run, start, 60 * minutes, depth, tokenizer, reading, _command(source, options, reading))
@@ -130,6 +134,21 @@ def quickstart(
     print(f"\nDone in {_duration(time.monotonic() - start)}. Next:", flush=True)
     for line in _next_commands(run):
         print(f"  {line}")
+
+
+def _check_run_directory(run: Path) -> None:
+    """Raise if the name of the run cannot also be the name of its shards, or if its path is not a directory."""
+    from whimbrel.base.errors import ConfigError
+    from whimbrel.data.prepare import is_valid_name
+
+    if not is_valid_name(run.name):
+        raise ConfigError(
+            "expected --out-dir to end in a name of letters, digits, '_', '.', '-', without _train or _val, got "
+            f"'{run}'"
+        )
+    parent = next(path for path in (run, *run.absolute().parents) if path.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"expected a directory for --out-dir, got {run}: {parent} is a file")
 
 
 def _command(source: Sequence[str], options: Mapping[str, Any], reading: Mapping[str, Any]) -> str:
@@ -187,17 +206,20 @@ class _Job:
         return True
 
     def _check_text(self) -> None:
-        """Raise if the text is not what the shards were made from. Without it, the shards suffice."""
+        """Raise if the text is not what the shards were made from. Without the text, the shards suffice."""
         from whimbrel.base.errors import ConfigError, DataError
         from whimbrel.data.manifest import read_manifest
         from whimbrel.data.sources import resolve_sources
 
         manifest = read_manifest(self.data)
+        if manifest is None:  # deleted since: prepare the same shards again
+            self._prepare()
+            return
         try:
             current = {source.record("train") for source in resolve_sources(self.source)}
         except DataError:  # moved or deleted since
             return
-        if manifest is not None and (before := set(manifest.sources)) != current:
+        if (before := set(manifest.sources)) != current:
             counts = f"{_count(len(before), 'source')} then, {_count(len(current), 'source')} now"
             raise ConfigError(
                 f"the text has changed since {self.config_file} was written ({counts}): choose another --out-dir to "
@@ -226,21 +248,21 @@ class _Job:
         """Train a tokenizer unless one is given, and tokenize as much text as there is time for."""
         from whimbrel.base.errors import DataError
         from whimbrel.data.prepare import available_cores, prepare
-        from whimbrel.data.sources import resolve_sources
-        from whimbrel.tokenization import load_tokenizer
+        from whimbrel.data.sources import check_encoding, check_separator, resolve_sources
         from whimbrel.train.sizing import choose_vocab_size
 
         sources = resolve_sources(self.source)
+        check_separator(self.reading["separator"], sources)
+        check_encoding(self.reading["encoding"], sources)
         sizes = [source.text_bytes() for source in sources]
         limit = int(PREPARE_SHARE * self.seconds * available_cores() * ENCODED_BYTES_PER_SECOND)
         size = limit if None in sizes else sum(size for size in sizes if size is not None)
         if size < MIN_TEXT_BYTES:
             raise DataError(f"expected at least {MIN_TEXT_BYTES // 1000} kB of text, got {_megabytes(size)}: add more")
-        print(f"Text: {_count(len(sources), 'source')}, about {_megabytes(size)}", flush=True)
-        if (self.data / "tokenizer.json").exists():  # left by an interrupted run of this command
-            loaded = load_tokenizer(str(self.data))
-        elif self.tokenizer is not None:
-            loaded = load_tokenizer(self.tokenizer)
+        amount = "of unknown size" if None in sizes else f"about {_megabytes(size)}"
+        print(f"Text: {_count(len(sources), 'source')}, {amount}", flush=True)
+        if self.tokenizer is not None:
+            loaded = load_named_tokenizer(self.tokenizer)
         else:
             vocab_size = choose_vocab_size(min(size, limit))
             print(f"Tokenizer: training one with {vocab_size:,} tokens", flush=True)
@@ -316,6 +338,7 @@ class _Job:
         from whimbrel.train.sizing import Plan, config_text
 
         _check_memory(model)
+        print(f"Measuring the training speed at depth {model.num_layers}", flush=True)
         plan = Plan(
             model=model, tokens_per_step=tokens_per_step, steps=100_000, validations=1, seconds=0.0, epochs=0.0,
             loss=0.0, is_data_limited=False,

@@ -52,7 +52,15 @@ from whimbrel.data.sources import (
 from whimbrel.tokenization import Tokenizer, load_tokenizer
 from whimbrel.tokenization.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
-__all__ = ["Backend", "available_cores", "default_directory", "encode_on_ray", "encode_on_threads", "prepare"]
+__all__ = [
+    "Backend",
+    "available_cores",
+    "default_directory",
+    "encode_on_ray",
+    "encode_on_threads",
+    "is_valid_name",
+    "prepare",
+]
 
 BYTES_PER_TOKEN = 4
 """Estimate for plain text, used only to choose the share of documents to hold out."""
@@ -483,8 +491,14 @@ def _encode_source(
 # Validation of arguments and of an existing output directory.
 
 
+def is_valid_name(name: str) -> bool:
+    """Whether shards can have this name, which is part of their file names."""
+    is_train_or_val = any(f"_{split}_" in f"{name}_" for split in SPLITS)
+    return re.fullmatch(r"[\w.-]+", name) is not None and bool(name.strip(".")) and not is_train_or_val
+
+
 def _check_arguments(name: str, shard_size: int, total_tokens: int | None, val: Sequence[str], val_tokens: int) -> None:
-    if not re.fullmatch(r"[\w.-]+", name) or any(f"_{split}_" in f"{name}_" for split in SPLITS):
+    if not is_valid_name(name):
         raise ConfigError(
             f"expected --name with only letters, digits, '_', '.', '-', without _train or _val, got '{name}'"
         )

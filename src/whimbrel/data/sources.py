@@ -114,14 +114,20 @@ class Source(Protocol):
 def resolve_source(source: str) -> Sequence[Source]:
     """The files and datasets, in order, of a path, directory, glob or `owner/dataset[:config]`.
 
-    Directories are searched recursively, except for names that start with a dot.
+    Directories are searched recursively, except for names that start with a dot, and run directories, whose logs and
+    model cards are not text to train on.
     """
     if not source:
         raise ConfigError(f"{_expected_source()}, got an empty string")
     path = Path(source)
     if path.is_dir():
         files = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
-        visible = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+        runs = {file.parent for file in files if file.name == "log.jsonl" and file.with_name("config.toml") in files}
+        visible = [
+            file
+            for file in files
+            if not any(part.startswith(".") for part in file.parts) and runs.isdisjoint(file.parents)
+        ]
         local_files = [_local_file(path / file, file.as_posix()) for file in visible]
         sources = [file for file in local_files if file is not None]
         if not sources:

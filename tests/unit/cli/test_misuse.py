@@ -40,10 +40,13 @@ NUMERIC = {
     "generate": ("--n", "--num-beams", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"),
     "chat": ("--max-new-tokens", "--temperature", "--top-k", "--seed"),
     "serve": ("--port",),
+    "watch": ("--port",),
+    "quickstart": ("--minutes", "--depth"),
 }
 BELOW_RANGE = {
     "prepare": ("--shard-size", "--total-tokens", "--workers"),
     "generate": ("--n", "--num-beams", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p"),
+    "quickstart": ("--minutes", "--depth"),
 }
 TARGETS = {
     "prepare": ["birds.txt", "--out-dir", "out"],
@@ -61,6 +64,9 @@ TARGETS = {
     "verify": ["shards"],
     "tokenizer": ["show"],
     "doctor": [],
+    "quickstart": ["birds.txt"],
+    "watch": ["model"],
+    "push": ["model", "owner/name"],
 }
 BAD_SETTINGS = (
     "--train.steps=0", "--train.steps=-1", "--train.steps=many", "--train.steps=1.5", "--train.stepz=3", "--steps=3",
@@ -112,7 +118,20 @@ class Misuse:
     def missing_argument(self) -> list[str]:
         return [
             self.pick(
-                ("train", "generate", "chat", "serve", "export", "finalize", "plot", "verify", "control", "memory")
+                (
+                    "train",
+                    "generate",
+                    "chat",
+                    "serve",
+                    "export",
+                    "finalize",
+                    "plot",
+                    "verify",
+                    "control",
+                    "memory",
+                    "quickstart",
+                    "push",
+                )
             )
         ]
 
@@ -133,10 +152,17 @@ class Misuse:
     def bad_path(self) -> list[str]:
         name = self.pick(
             ("train", "memory", "generate", "chat", "serve", "export", "finalize", "eval", "plot", "verify", "prepare",
-             "compare", "control", "tokenizer")
+             "compare", "control", "tokenizer", "quickstart", "watch", "push")
         )  # fmt: skip
         path = self.pick(BAD_PATHS)
-        rest = {"export": ["out"], "finalize": ["out"], "control": ["status"], "compare": ["model"], "generate": ["hi"]}
+        rest = {
+            "push": ["owner/name"],
+            "export": ["out"],
+            "finalize": ["out"],
+            "control": ["status"],
+            "compare": ["model"],
+            "generate": ["hi"],
+        }
         if name == "eval":
             rest["eval"] = ["--text", "birds.txt"]
         if name == "tokenizer":
@@ -187,6 +213,12 @@ class Misuse:
             ["tokenizer", "train", "empty", "--out-dir", "t"],
             ["serve", "model", "--port", self.pick(("99999999", "-1"))],
             ["init", self.pick(("nope", "", "run.toml"))],
+            ["quickstart", "birds.txt", "--out-dir", self.pick((".", "..", "", "a b", "birds.txt", "x_train"))],
+            ["quickstart", "birds.txt", "--encoding", self.pick(("utf-9", ""))],
+            ["quickstart", "birds.txt", "--tokenizer", self.pick(("nope", "empty", "birds.txt", ""))],
+            ["quickstart", "birds.txt", "--separator", ""],
+            ["watch", "model", "--host", self.pick(("0.0.0.0", "256.1.1.1"))],
+            ["push", "model", self.pick(("name", "a/b/c", "a b/c", ""))],
             ["memory", "run.toml", "--device", "gpu"],
             ["memory", "run.toml", "--optimizer", "adamx"],
         ))  # fmt: skip
