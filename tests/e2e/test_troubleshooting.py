@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,11 +150,13 @@ def port_in_use(_: pytest.MonkeyPatch) -> None:
 @provokes("GGUF has no architecture")
 def gguf_refused(_: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gguf")
-    sizes = {"vocab_size": 300, "num_layers": 1, "embd_size": 64, "num_heads": 1, "context_length": 16}
-    settings = [f"--model.{name}={value}" for name, value in sizes.items()]
-    train = ["--data.path=shards", "--train.steps=1", "--train.tokens_per_step=64", "--sample=none", "--plain"]
-    whimbrel("train", "shakespeare-cpu", *settings, *train, "--output_dir=runs/fast")
-    whimbrel("export", "runs/fast", "fast.gguf")
+    from whimbrel.model_io import save_model
+    from whimbrel.models import GPT, preset
+    from whimbrel.tokenization import load_tokenizer
+
+    model = GPT(replace(preset("gpt2-fast"), vocab_size=300, num_layers=1, embd_size=64, num_heads=1))
+    save_model(model, Path("fast"), load_tokenizer("shards"))
+    whimbrel("export", "fast", "fast.gguf")
 
 
 @provokes("does not recognize this architecture")

@@ -319,7 +319,10 @@ def split_files(root: Path, split: str) -> list[Path]:
     if split not in SPLITS:
         raise DataError(f"expected split {' or '.join(SPLITS)}, got '{split}'")
     if not root.is_dir():
-        raise DataError(f"no such directory: {root}; create token shards with `whimbrel prepare`")
+        raise DataError(
+            f"no such directory: {root}; create token shards with `whimbrel prepare`, or train on text with `whimbrel "
+            "quickstart`"
+        )
     splits = {path: _parse_split(path) for path in sorted(root.glob("[!.]*.bin"))}
     unnamed = [path for path, found in splits.items() if found is None]
     if unnamed and len(unnamed) < len(splits):

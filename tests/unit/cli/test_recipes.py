@@ -14,6 +14,7 @@ from tests.support.runs import prepare_text
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import config_file, read_recipe, recipe_files
 from whimbrel.models import preset_names
+from whimbrel.models.families import config_to_hf
 from whimbrel.train import load_run_config, read_log
 from whimbrel.train.build import accumulation_steps
 
@@ -165,3 +166,8 @@ def test_missing_paths_are_named_with_their_options(
     assert whimbrel("train", name, *given) == 2
     assert re.fullmatch(f"whimbrel: fine-tuning needs {missing}\n", capsys.readouterr().err)
     assert not list(workdir.iterdir())
+
+
+def test_the_recipe_for_a_laptop_is_a_llama() -> None:
+    """So that its model can be exported to GGUF."""
+    assert config_to_hf(load_run_config("shakespeare-cpu").model.architecture)["model_type"] == "llama"
