@@ -46,7 +46,7 @@ def _model_size(file: Path) -> str:
     from whimbrel.models import GPT
     from whimbrel.train import load_run_config
 
-    if "preset" not in load_toml(file)["model"]:
+    if not load_toml(file)["model"].keys() & {"preset", "num_layers"}:
         return "yours"
     with torch.device("meta"):
         return f"{GPT(load_run_config(file).model.architecture).num_parameters() / 1e6:.3g}M"
