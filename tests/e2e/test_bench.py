@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support.commands import whimbrel
+
+from whimbrel.config import load_toml
 
 
-@pytest.mark.parametrize("benchmark", ["decode", "load"])
-def test_precision_benchmark_records_results(root: Path, tmp_path: Path, benchmark: str) -> None:
+def test_precision_benchmark_records_results(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    command = [sys.executable, root / "bench" / "precision.py", benchmark, "--tiny", "--out", out]
+    command = [sys.executable, root / "bench" / "precision.py", "decode", "--tiny", "--out", out]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
     assert json.loads(out.read_text())["results"]["device"] == "cpu"
+
+
+def test_every_published_result_has_a_benchmark_and_every_benchmark_a_script(root: Path) -> None:
+    benchmarks = load_toml(root / "bench" / "benchmarks.toml")
+    assert {path.stem for path in (root / "bench" / "results").glob("*.json")} == set(benchmarks)
+    for entry in benchmarks.values():
+        assert (root / "bench" / entry["run"].split()[0]).is_file()
+    documented = set(re.findall(r"`whimbrel bench ([\w-]+)", (root / "docs" / "benchmarks.md").read_text()))
+    assert documented <= set(benchmarks)
+    assert len(documented) > 20
+
+
+def test_command_runs_a_benchmark_with_options(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert whimbrel("bench") == 0
+    assert "decode-gpt2-64" in capfd.readouterr().out
+    assert whimbrel("bench", "precision-load", "--", "--tiny") == 0
+    assert json.loads(Path("precision-load.json").read_text())["name"] == "precision load"
+    assert whimbrel("bench", "precision-load", "--", "--no-such-option") == 2
+    assert whimbrel("bench", "precision-lod") == 2
+    assert "did you mean 'precision-load'" in capfd.readouterr().err
+    monkeypatch.setattr("whimbrel.cli.bench.DIRECTORY", Path("elsewhere"))
+    assert whimbrel("bench") == 2
+    assert "part of the repository" in capfd.readouterr().err
 
 
 def test_stored_results_have_hardware_versions_and_commit(root: Path) -> None:

@@ -46,6 +46,7 @@ COMMANDS = {
     "chat": "generate:chat",
     "serve": "serve:serve",
     "doctor": "doctor:doctor",
+    "bench": "bench:bench",
 }
 """Commands in the order of the help page, each as MODULE:FUNCTION below `whimbrel.cli`."""
 DISTRIBUTED = {"train", "memory", "verify", "runs", "compare", "doctor"}
