@@ -75,10 +75,12 @@ def plot(
         if tokens and log.start:
             print(f"{log.path} starts after step {log.start}: its tokens are counted from there")
 
-    def has(panel: str) -> bool:
-        return any(_value(panel, line) is not None for log in logs for line in log.steps)
-
-    names = requested or [panel for panel in LABELS if panel == "loss" or has(panel)]
+    logged = [panel for panel in LABELS if panel == "loss" or _is_logged(panel, logs)]
+    if absent := [name for name in requested if name not in logged]:
+        owner = str(runs[0]) if len(runs) == 1 else "no run"
+        verb = "does not log" if len(runs) == 1 else "logs"
+        raise ConfigError(f"{owner} {verb} '{absent[0]}' of --panels (logged panels: {', '.join(logged)})")
+    names = requested or logged
     figure = Figure(layout="constrained")
     _draw(
         figure,
@@ -168,6 +170,10 @@ def _colors(logs: Sequence[RunLog]) -> list[Any]:
 
 def _with_gaps(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
+
+
+def _is_logged(panel: str, logs: Sequence[RunLog]) -> bool:
+    return any(_value(panel, line) is not None for log in logs for line in log.steps)
 
 
 def _value(panel: str, line: dict[str, Any]) -> float | None:

@@ -143,6 +143,8 @@ def test_default_output_is_in_the_run_directory(folder: Path) -> None:
             ["a", "--panels", "loss,weight"],
             "unknown panel 'weight' in --panels (choose from: loss, lr, norm, speed, memory, margin, accuracy)",
         ),
+        (["a", "--panels", "lr,margin"], "a does not log 'margin' of --panels (logged panels: loss, lr, norm, speed)"),
+        (["a", "b", "--panels", "margin"], "no run logs 'margin' of --panels (logged panels: loss, lr, norm, speed)"),
         (["a", "--out", "a.gif"], "expected --out to end in .png or .svg, got a.gif"),
         (["c"], "expected a run directory or its log.jsonl, got c"),
         (["empty"], "empty/log.jsonl has no steps to plot"),
@@ -152,3 +154,4 @@ def test_error_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], arg
     write_run(folder / "empty", 0)
     assert run(*arguments) == 2
     assert capsys.readouterr().err == f"whimbrel: {line}\n"
+    assert not list(folder.rglob("loss.png"))
