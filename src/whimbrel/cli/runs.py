@@ -34,7 +34,7 @@ def runs(
         print(f"no runs in {', '.join(map(str, roots))}")
         return
     columns = ("run", "state", "step", "loss", "validation", "checkpoint", "age")
-    print_table(columns, [_row(run) for run in run_directories])
+    print_table(columns, [_row(run) for run in run_directories], optional=("checkpoint", "age"))
 
 
 def _row(run: Path) -> tuple[str, ...]:
