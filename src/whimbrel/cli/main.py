@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError, WhimbrelError
@@ -62,7 +62,20 @@ class _Group(TyperGroup):
         return [name for name in COMMANDS if name in names]
 
 
-class CommandWithOverrides(TyperCommand):
+class _Command(TyperCommand):
+    """Shows arguments as MODEL, in usage errors too, where Typer has model or {model}."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for argument in (each for each in self.params if isinstance(each, TyperArgument) and each.metavar is None):
+            argument.metavar = f"{argument.name.upper()}{'...' * (argument.nargs != 1)}"
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"[{}]|\.\.\.(?=[\]}])", "", piece) for piece in pieces]
+
+
+class CommandWithOverrides(_Command):
     """Moves overrides of settings from the arguments to `context.args`, each as `--section.name=value`.
 
     An override is any argument that starts with -- and is not an option of the command.
@@ -126,11 +139,13 @@ def build_app(command: str | None = None) -> typer.Typer:
         module, _, attribute = COMMANDS[name].partition(":")
         function = getattr(importlib.import_module(f"whimbrel.cli.{module}"), attribute)
         if isinstance(function, typer.Typer):
+            for each in function.registered_commands:
+                each.cls = _Command
             app.add_typer(function, name=name)
         else:
             # Typer keeps the line breaks of a docstring; without them, paragraphs wrap to the width of the terminal.
             paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(function.__doc__).split("\n\n")]
-            kind = CommandWithOverrides if name in WITH_OVERRIDES else TyperCommand
+            kind = CommandWithOverrides if name in WITH_OVERRIDES else _Command
             app.command(name, cls=kind, help="\n\n".join(paragraphs), short_help=paragraphs[0])(function)
     return app
 

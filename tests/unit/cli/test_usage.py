@@ -39,7 +39,9 @@ def whimbrel(capsys: pytest.CaptureFixture[str]):
         (("train", "run.toml", "-lr=3"), "did you mean --optim.lr?"),
         (("train", "run.toml", "optim.lr=3"), "write --optim.lr=3"),
         (("train", "run.toml", "-Q"), "unknown option -Q; see whimbrel train --help"),
-        (("train",), "Missing argument 'config'; see whimbrel train --help"),
+        (("train",), "Missing argument 'CONFIG'; see whimbrel train --help"),
+        (("export", "model"), "Missing argument 'OUT'"),
+        (("tokenizer", "train", "--out-dir", "x"), "Missing argument 'SOURCE...'"),
         (("prepare", "a.txt", "--shard-size", "x"), "'--shard-size': expected a valid integer"),
         (("--versoin",), "did you mean --version?"),
         (("tokenizer", "trian"), "Did you mean 'train'?"),
@@ -63,6 +65,23 @@ def test_help_never_cuts_off_a_name(whimbrel, monkeypatch: pytest.MonkeyPatch, c
         _, out, _ = whimbrel(command, "--help")
         assert option in out
         assert "…" not in out
+
+
+@pytest.mark.parametrize(
+    ("command", "usage", "listed"),
+    [
+        (["generate"], "[OPTIONS] MODEL [PROMPT]", ["MODEL", "PROMPT"]),
+        (["train"], "[OPTIONS] CONFIG", ["CONFIG"]),
+        (["plot"], "[OPTIONS] RUNS...", ["RUNS..."]),
+        (["prepare"], "[OPTIONS] [SOURCE]...", ["SOURCE..."]),
+        (["tokenizer", "show"], "[OPTIONS] [TOKENIZER]", ["TOKENIZER"]),
+    ],
+)
+def test_help_shows_arguments_in_uppercase(whimbrel, command: list[str], usage: str, listed: list[str]) -> None:
+    _, out, _ = whimbrel(*command, "--help")
+    assert out.splitlines()[0] == f"Usage: whimbrel {' '.join(command)} {usage}"
+    arguments = out.partition("Arguments:")[2].partition("Options:")[0].splitlines()
+    assert [line.split()[0] for line in arguments if line[:3].strip()] == listed
 
 
 @pytest.mark.parametrize(
