@@ -107,7 +107,7 @@ class CommandWithOverrides(_Command):
 def _check_overrides(overrides: list[str], options: set[str]) -> None:
     """Raise for an override of an unknown setting or without a value, and for a switch that is neither on nor off."""
     from whimbrel.cli.train import run_settings
-    from whimbrel.config import did_you_mean
+    from whimbrel.config import suggest
 
     settings = {f"--{setting.name}": setting.default for setting in run_settings()}
     sections = {name.rpartition(".")[0] for name in settings}
@@ -115,7 +115,10 @@ def _check_overrides(overrides: list[str], options: set[str]) -> None:
         typed, equals, value = override.partition("=")
         name = typed.replace("-", "_").replace("__", "--", 1)
         if name not in settings and name not in sections:
-            raise ConfigError(f"unknown option {typed}{did_you_mean(name, {*settings, *options})}")
+            names = {known.removeprefix("--") for known in (*settings, *options) if known.startswith("--")}
+            close = suggest(name.removeprefix("--"), names)
+            hint = "; `whimbrel train --settings` lists the settings" if close is None else f": did you mean --{close}?"
+            raise ConfigError(f"unknown option {typed}{hint}")
         if isinstance(settings.get(name), bool) and value not in ("true", "false", "none"):
             raise ConfigError(f"expected {typed}=true or {typed}=false, got {override.replace('=', ' ')}")
         if not equals:
@@ -298,7 +301,7 @@ def _unknown_option(error: Any, args: Sequence[str]) -> str:
         name = next((arg.partition("=")[0] for arg in args if arg.startswith(name)), name)
     command, typed = error.ctx.command, name.lstrip("-").replace("_", "-")
     known = {option for parameter in command.get_params(error.ctx) for option in parameter.opts}
-    similar = sorted(option for option in known if len(typed) == 1 and option.startswith(f"--{typed}"))
+    similar = sorted(option for option in known if len(typed) == 1 and option.startswith(f"--{typed.lower()}"))
     if isinstance(command, CommandWithOverrides) and not similar:
         from whimbrel.cli.train import run_settings
 
@@ -306,7 +309,8 @@ def _unknown_option(error: Any, args: Sequence[str]) -> str:
         similar = [setting for setting in settings if re.split("[-.]", setting)[-1] == typed.replace("-", "_")]
         known.update(settings)
     if not similar and len(typed) > 1:
-        similar = [close for close in [suggest(f"--{typed}", known)] if close is not None]
+        names = {option.lstrip("-"): option for option in known}  # common dashes would count as similar
+        similar = [names[close] for close in [suggest(typed, names)] if close is not None]
     hint = f": did you mean {_either(similar)}?" if similar else f"; see {error.ctx.command_path} --help"
     return f"unknown option {name}{hint}"
 

@@ -32,6 +32,10 @@ def whimbrel(capsys: pytest.CaptureFixture[str]):
     ("arguments", "expected"),
     [
         (("generate", "model", "-t", "3"), "did you mean --temperature, --tokenizer, --top-k or --top-p?"),
+        (("chat", "model", "-T", "3"), "did you mean --temperature, --template, --tokenizer, --top-k or --top-p?"),
+        (("generate", "model", "--checkpoint", "3"), "unknown option --checkpoint; see whimbrel generate --help"),
+        (("train", "run.toml", "--zzz"), "unknown option --zzz; `whimbrel train --settings` lists"),
+        (("train", "run.toml", "--pain"), "unknown option --pain: did you mean --plain?"),
         (("generate", "model", "--temprature", "3"), "did you mean --temperature?"),
         (("generate", "model", "--max_new_token", "3"), "did you mean --max-new-tokens?"),
         (("generate", "model", "one", "two"), "quote a prompt"),

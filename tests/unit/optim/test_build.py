@@ -92,7 +92,7 @@ def test_groups_match_parameters_by_pattern() -> None:
 def test_groups_are_read_from_tables() -> None:
     config = build(OptimConfig, {"groups": [{"pattern": "bias", "lr": 1}]}, "optim")
     assert config.groups == (GroupConfig(pattern="bias", lr=1.0),)
-    with pytest.raises(ConfigError, match=r"unknown setting 'optim.groups\[0\].patern': did you mean 'optim.groups\[0\].pattern'\?"):
+    with pytest.raises(ConfigError, match=r"groups\[0\].patern': did you mean 'optim.groups\[0\].pattern'\?"):
         build(OptimConfig, {"groups": [{"patern": "bias"}]}, "optim")
 
 
