@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,6 +36,8 @@ VALIDATED = {"loss", *REWARD_PANELS}
 SMOOTHING = 0.02
 """Default smoothing, as a fraction of the steps of the longest run."""
 MAX_TITLE_RUNS = 4
+VIEWER_TIMEOUT = 5.0
+"""Seconds to wait for xdg-open, which without a desktop may run until the viewer is closed."""
 VALIDATION_STYLE: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 5, "markeredgecolor": "white"}
 
 
@@ -92,8 +97,21 @@ def plot(
     with atomic_file(target) as file:
         figure.savefig(file, format=target.suffix[1:], dpi=130)
     print(f"wrote {target}")
-    if open_file and typer.launch(str(target)) != 0:
+    if open_file and not _open(target):
         print(f"could not open {target}")
+
+
+def _open(file: Path) -> bool:
+    """Open a file in the default viewer; False if there is none."""
+    if sys.platform in ("darwin", "win32"):
+        return typer.launch(str(file)) == 0
+    try:  # typer.launch neither waits for the exit code of xdg-open nor hides its messages
+        viewer = subprocess.Popen(["xdg-open", file], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
+        return viewer.wait(VIEWER_TIMEOUT) == 0
+    except OSError:
+        return False
+    except subprocess.TimeoutExpired:
+        return True
 
 
 def _draw(figure: Figure, logs: Sequence[RunLog], panels: Sequence[str], *, tokens: bool, span: int) -> None:
