@@ -91,9 +91,13 @@ def test_help_shows_arguments_in_uppercase(whimbrel, command: list[str], usage: 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [("whimbrel gen", "generate"), ("whimbrel generate --temp", "--temperature"),
-     ("whimbrel train run.toml --train.steps=3 --pl", "--plain")],
+     ("whimbrel train run.toml --train.steps=3 --pl", "--plain"),
+     ("whimbrel train shake", "shakespeare-cpu"), ("whimbrel train s", "small.toml shakespeare-cpu"),
+     ("whimbrel train runs/", ""), ("whimbrel init gpt2-f", "gpt2-fast-20m"), ("whimbrel init s", "shakespeare-cpu"),
+     ("whimbrel control runs/a st", "status stop")],
 )  # fmt: skip
-def test_shell_completion(words: str, expected: str) -> None:
+def test_shell_completion(workdir: Path, words: str, expected: str) -> None:
+    (workdir / "small.toml").touch()
     environment = os.environ | {
         "_WHIMBREL_COMPLETE": "complete_bash",
         "COMP_WORDS": words,
@@ -101,7 +105,7 @@ def test_shell_completion(words: str, expected: str) -> None:
     }
     code = "from whimbrel.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [expected]
+    assert done.stdout.split() == expected.split()
 
 
 @pytest.fixture(scope="module")
