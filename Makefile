@@ -43,7 +43,7 @@ $(VENV)/torch.stamp: constraints.txt
 	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) install --constraint constraints.txt --editable '.[plot,serve]'
+	$(PIP) install --constraint constraints.txt --editable '.[gguf,plot,serve]'
 	@touch $@
 
 $(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml

@@ -70,7 +70,7 @@ def commands() -> Iterator[str]:
 def describe(command: Any, context: Any, level: str = "##") -> Iterator[str]:
     yield f"{level} {context.command_path}\n"
     usage = command.get_usage(context).removeprefix(f"Usage: {context.command_path}")
-    arguments = " ".join(usage.replace("{", "").replace("}", "").upper().split())
+    arguments = " ".join(usage.split())
     yield f"```text\n{context.command_path} {arguments}\n```\n"
     yield f"{command.help}\n"
     if hasattr(command, "list_commands"):
@@ -80,7 +80,7 @@ def describe(command: Any, context: Any, level: str = "##") -> Iterator[str]:
         return
     records = [(parameter, parameter.get_help_record(context)) for parameter in command.get_params(context)]
     rows = [
-        (f"`{names if parameter.param_type_name == 'option' else names.upper().split()[0]}`", text)
+        (f"`{names if parameter.param_type_name == 'option' else names.split()[0]}`", text)
         for parameter, (names, text) in ((each, record) for each, record in records if record is not None)
         if parameter.name != "help"
     ]

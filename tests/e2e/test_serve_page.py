@@ -502,7 +502,7 @@ def test_a_conversation_longer_than_the_context_drops_its_oldest_messages(page: 
     page.until(lambda: page.find("model").text == "tiny")
     page.send("Hello")
     page.until(lambda: page.is_idle() and len(page.turns()) == 4)
-    assert "oldest messages were left out" in page.find("status").text
+    assert "Older messages were left out" in page.find("status").text
     divider = page.browser.find_element(By.CSS_SELECTOR, "#turns .divider + article")
     assert divider.find_element(By.CLASS_NAME, "content").text == "Hello"
 

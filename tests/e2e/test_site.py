@@ -78,6 +78,22 @@ def test_search_works_in_pages_opened_from_disk(site: Path, browser: webdriver.C
     assert errors == []
 
 
+def test_the_colors_follow_the_system(site: Path, browser: webdriver.Chrome) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    for system, expected in (("light", "default"), ("dark", "slate"), ("light", "default")):
+        features = [{"name": "prefers-color-scheme", "value": system}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        browser.get(f"file://{site}/index.html")
+        WebDriverWait(browser, 60).until(
+            lambda driver, expected=expected: (
+                driver.execute_script("return document.body.dataset.mdColorScheme") == expected
+            )
+        )
+        assert browser.execute_script("return document.body.dataset.mdColorPrimary") == "custom"
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 def test_generated_pages_are_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts/reference.py")
     assert spec is not None

@@ -23,6 +23,8 @@ import pytest
 TOKEN = "hf_test"
 OWNER = "wader"
 """The account of TOKEN; it may write to its own models only."""
+ORGANIZATION = "curlews"
+"""An organization of that account."""
 LFS_SUFFIXES = (".safetensors", ".bin")
 
 
@@ -74,6 +76,8 @@ class HubServer(ThreadingHTTPServer):
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
+        self.role = "write"
+        """The role of TOKEN, as in the settings of an account."""
         self.down = False
         """Answer every request with status 503."""
 
@@ -154,7 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
     def whoami(self, body: bytes) -> None:
         if self._token != TOKEN:
             raise HubError(401, "Invalid username or password.")
-        self._send_json({"type": "user", "name": OWNER, "orgs": []})
+        auth = {"type": "access_token", "accessToken": {"displayName": "test", "role": self.server.role}}
+        self._send_json({"type": "user", "name": OWNER, "orgs": [{"name": ORGANIZATION}], "auth": auth})
 
     def info(self, body: bytes, name: str, revision: str | None = None) -> None:
         repo = self._repo(name)

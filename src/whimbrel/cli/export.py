@@ -20,6 +20,8 @@ __all__ = ["export", "finalize", "push"]
 GGUF = ".gguf"
 MAX_TOKENS = 2**20
 """Default number of held-out tokens to evaluate."""
+FINALIZE_FIRST = "run `whimbrel finalize` with --data, and push the directory it writes"
+"""What to do for a held-out loss in the model card of `whimbrel push`, which has no --data."""
 
 Source = Annotated[
     Path,
@@ -164,7 +166,7 @@ def _finalize(
         chat_template=chat_template,
         generation=generation,
         settings=_card_settings(settings),
-        evaluate=_held_out_evaluation(source, base, run, settings, data, tokens),
+        evaluate=_held_out_evaluation(source, base, run, settings, data, tokens, is_push=name is not None),
     )
     _print_result(name or str(out), result)
 
@@ -234,7 +236,14 @@ def _card_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held_out_evaluation(
-    model: Path, base: Path | None, directory: Path | None, settings: dict[str, Any], data: str | None, max_tokens: int
+    model: Path,
+    base: Path | None,
+    directory: Path | None,
+    settings: dict[str, Any],
+    data: str | None,
+    max_tokens: int,
+    *,
+    is_push: bool,
 ) -> Callable[[GPT], HeldOutResult] | None:
     """Evaluation on `data` or on the validation data of the run in `directory`; None if there is neither."""
     from whimbrel.data.shards import has_split
@@ -248,13 +257,15 @@ def _held_out_evaluation(
         samples = directory / SAMPLES / "val"
         if samples.is_dir():
             return held_out_evaluation(model, str(samples), base=base, max_tokens=max_tokens)
-        print("held-out loss not measured (the run has no validation samples): pass chats or text with --data")
+        remedy = FINALIZE_FIRST if is_push else "pass chats or text with --data"
+        print(f"held-out loss not measured (the run has no validation samples): {remedy}")
         return None
     run = build_run_config(settings) if "data" in settings else None
     path = None if run is None else run.validation.path or run.data.shards
     if run is None or path is None or not has_split(path, "val"):
         where = "" if path is None else f" ({path} of the run has no validation shards)"
-        print(f"held-out loss not measured{where}: pass text or token shards with --data")
+        remedy = FINALIZE_FIRST if is_push else "pass text or token shards with --data"
+        print(f"held-out loss not measured{where}: {remedy}")
         return None
     return held_out_evaluation(
         model,
@@ -302,14 +313,14 @@ def push(
     from tempfile import TemporaryDirectory
 
     from whimbrel.model_io.finalize import MODEL_CARD, PUBLISHED
-    from whimbrel.model_io.hub import check_login, is_hub_id, upload_model
+    from whimbrel.model_io.hub import check_write_access, is_hub_id, upload_model
     from whimbrel.model_io.locate import find_run
     from whimbrel.model_io.save import exportable_location
 
     if not is_hub_id(repo) or "@" in repo:
         raise ConfigError(f"expected the Hub model as owner/name, got '{repo}'")
     directory = exportable_location(source, base).directory
-    check_login()  # before a long evaluation
+    check_write_access(repo)  # before the conversion and a long evaluation
     with TemporaryDirectory(prefix="whimbrel-") as folder:
         is_ready = find_run(source) is None and (directory / MODEL_CARD).is_file()
         if not is_ready or merge or base is not None or checkpoint is not None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError, WhimbrelError
@@ -63,7 +63,20 @@ class _Group(TyperGroup):
         return [name for name in COMMANDS if name in names]
 
 
-class CommandWithOverrides(TyperCommand):
+class _Command(TyperCommand):
+    """Shows arguments as MODEL, in usage errors too, where Typer has model or {model}."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for argument in (each for each in self.params if isinstance(each, TyperArgument) and each.metavar is None):
+            argument.metavar = f"{argument.name.upper()}{'...' * (argument.nargs != 1)}"
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"[{}]|\.\.\.(?=[\]}])", "", piece) for piece in pieces]
+
+
+class CommandWithOverrides(_Command):
     """Moves overrides of settings from the arguments to `context.args`, each as `--section.name=value`.
 
     An override is any argument that starts with -- and is not an option of the command.
@@ -95,7 +108,7 @@ class CommandWithOverrides(TyperCommand):
 def _check_overrides(overrides: list[str], options: set[str]) -> None:
     """Raise for an override of an unknown setting or without a value, and for a switch that is neither on nor off."""
     from whimbrel.cli.train import run_settings
-    from whimbrel.config import did_you_mean
+    from whimbrel.config import suggest
 
     settings = {f"--{setting.name}": setting.default for setting in run_settings()}
     sections = {name.rpartition(".")[0] for name in settings}
@@ -103,7 +116,10 @@ def _check_overrides(overrides: list[str], options: set[str]) -> None:
         typed, equals, value = override.partition("=")
         name = typed.replace("-", "_").replace("__", "--", 1)
         if name not in settings and name not in sections:
-            raise ConfigError(f"unknown option {typed}{did_you_mean(name, {*settings, *options})}")
+            names = {known.removeprefix("--") for known in (*settings, *options) if known.startswith("--")}
+            close = suggest(name.removeprefix("--"), names)
+            hint = "; `whimbrel train --settings` lists the settings" if close is None else f": did you mean --{close}?"
+            raise ConfigError(f"unknown option {typed}{hint}")
         if isinstance(settings.get(name), bool) and value not in ("true", "false", "none"):
             raise ConfigError(f"expected {typed}=true or {typed}=false, got {override.replace('=', ' ')}")
         if not equals:
@@ -127,11 +143,13 @@ def build_app(command: str | None = None) -> typer.Typer:
         module, _, attribute = COMMANDS[name].partition(":")
         function = getattr(importlib.import_module(f"whimbrel.cli.{module}"), attribute)
         if isinstance(function, typer.Typer):
+            for each in function.registered_commands:
+                each.cls = _Command
             app.add_typer(function, name=name)
         else:
             # Typer keeps the line breaks of a docstring; without them, paragraphs wrap to the width of the terminal.
             paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(function.__doc__).split("\n\n")]
-            kind = CommandWithOverrides if name in WITH_OVERRIDES else TyperCommand
+            kind = CommandWithOverrides if name in WITH_OVERRIDES else _Command
             app.command(name, cls=kind, help="\n\n".join(paragraphs), short_help=paragraphs[0])(function)
     return app
 
@@ -284,7 +302,7 @@ def _unknown_option(error: Any, args: Sequence[str]) -> str:
         name = next((arg.partition("=")[0] for arg in args if arg.startswith(name)), name)
     command, typed = error.ctx.command, name.lstrip("-").replace("_", "-")
     known = {option for parameter in command.get_params(error.ctx) for option in parameter.opts}
-    similar = sorted(option for option in known if len(typed) == 1 and option.startswith(f"--{typed}"))
+    similar = sorted(option for option in known if len(typed) == 1 and option.startswith(f"--{typed.lower()}"))
     if isinstance(command, CommandWithOverrides) and not similar:
         from whimbrel.cli.train import run_settings
 
@@ -292,7 +310,8 @@ def _unknown_option(error: Any, args: Sequence[str]) -> str:
         similar = [setting for setting in settings if re.split("[-.]", setting)[-1] == typed.replace("-", "_")]
         known.update(settings)
     if not similar and len(typed) > 1:
-        similar = [close for close in [suggest(f"--{typed}", known)] if close is not None]
+        names = {option.lstrip("-"): option for option in known}  # common dashes would count as similar
+        similar = [names[close] for close in [suggest(typed, names)] if close is not None]
     hint = f": did you mean {_either(similar)}?" if similar else f"; see {error.ctx.command_path} --help"
     return f"unknown option {name}{hint}"
 

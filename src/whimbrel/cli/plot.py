@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,6 +36,8 @@ VALIDATED = {"loss", *REWARD_PANELS}
 SMOOTHING = 0.02
 """Default smoothing, as a fraction of the steps of the longest run."""
 MAX_TITLE_RUNS = 4
+VIEWER_TIMEOUT = 5.0
+"""Seconds to wait for xdg-open, which without a desktop may run until the viewer is closed."""
 VALIDATION_STYLE: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 5, "markeredgecolor": "white"}
 
 
@@ -75,10 +80,12 @@ def plot(
         if tokens and log.start:
             print(f"{log.path} starts after step {log.start}: its tokens are counted from there")
 
-    def has(panel: str) -> bool:
-        return any(_value(panel, line) is not None for log in logs for line in log.steps)
-
-    names = requested or [panel for panel in LABELS if panel == "loss" or has(panel)]
+    logged = [panel for panel in LABELS if panel == "loss" or _is_logged(panel, logs)]
+    if absent := [name for name in requested if name not in logged]:
+        owner = str(runs[0]) if len(runs) == 1 else "no run"
+        verb = "does not log" if len(runs) == 1 else "logs"
+        raise ConfigError(f"{owner} {verb} '{absent[0]}' of --panels (logged panels: {', '.join(logged)})")
+    names = requested or logged
     figure = Figure(layout="constrained")
     _draw(
         figure,
@@ -90,8 +97,21 @@ def plot(
     with atomic_file(target) as file:
         figure.savefig(file, format=target.suffix[1:], dpi=130)
     print(f"wrote {target}")
-    if open_file and typer.launch(str(target)) != 0:
+    if open_file and not _open(target):
         print(f"could not open {target}")
+
+
+def _open(file: Path) -> bool:
+    """Open a file in the default viewer; False if there is none."""
+    if sys.platform in ("darwin", "win32"):
+        return typer.launch(str(file)) == 0
+    try:  # typer.launch neither waits for the exit code of xdg-open nor hides its messages
+        viewer = subprocess.Popen(["xdg-open", file], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
+        return viewer.wait(VIEWER_TIMEOUT) == 0
+    except OSError:
+        return False
+    except subprocess.TimeoutExpired:
+        return True
 
 
 def _draw(figure: Figure, logs: Sequence[RunLog], panels: Sequence[str], *, tokens: bool, span: int) -> None:
@@ -168,6 +188,10 @@ def _colors(logs: Sequence[RunLog]) -> list[Any]:
 
 def _with_gaps(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
+
+
+def _is_logged(panel: str, logs: Sequence[RunLog]) -> bool:
+    return any(_value(panel, line) is not None for log in logs for line in log.steps)
 
 
 def _value(panel: str, line: dict[str, Any]) -> float | None:

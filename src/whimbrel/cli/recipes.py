@@ -9,7 +9,20 @@ import typer
 
 from whimbrel.cli.terminal import escape_controls, print_table
 
-__all__ = ["init", "recipe_rows", "recipes"]
+__all__ = ["complete_config", "complete_recipe", "init", "recipe_rows", "recipes"]
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Shell completion of the name of a recipe."""
+    from whimbrel.config import recipe_files
+
+    return [name for name in recipe_files() if name.startswith(incomplete)]
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """Shell completion of a recipe or TOML file; if there is none, shells complete any path."""
+    files = sorted(file.name for file in Path().glob("*.toml") if file.name.startswith(incomplete))
+    return [*files, *complete_recipe(incomplete)]
 
 
 def recipes() -> None:
@@ -53,7 +66,9 @@ def _model_size(file: Path) -> str:
 
 
 def init(
-    name: Annotated[str, typer.Argument(help="Name of a recipe; `whimbrel recipes` lists them.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of a recipe; `whimbrel recipes` lists them.", autocompletion=complete_recipe)
+    ],
     path: Annotated[
         Path | None, typer.Argument(help="File to write, or a directory for it. (default: NAME.toml)")
     ] = None,

@@ -34,7 +34,7 @@ def runs(
         print(f"no runs in {', '.join(map(str, roots))}")
         return
     columns = ("run", "state", "step", "loss", "validation", "checkpoint", "age")
-    print_table(columns, [_row(run) for run in run_directories])
+    print_table(columns, [_row(run) for run in run_directories], optional=("checkpoint", "age"))
 
 
 def _row(run: Path) -> tuple[str, ...]:
@@ -58,9 +58,17 @@ def _format_age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
+def _complete_action(incomplete: str) -> list[str]:
+    from whimbrel.train.control import ACTIONS
+
+    return [action for action in ACTIONS if action.startswith(incomplete)]
+
+
 def control(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    action: Annotated[str, typer.Argument(help="status, save, stop, save-stop or abort.")],
+    action: Annotated[
+        str, typer.Argument(help="status, save, stop, save-stop or abort.", autocompletion=_complete_action)
+    ],
 ) -> None:
     """Show the status of a running training job, or make it save, stop or abort.
 

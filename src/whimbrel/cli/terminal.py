@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 __all__ = [
@@ -31,6 +32,8 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u20
 
 PIPE_WIDTH = 1000
 """Width of a table that is not printed to a terminal, so that no cell is wrapped."""
+MIN_TEXT_WIDTH = 24
+"""Columns with longer cells are not made narrower than this."""
 LOG_INTERVAL = 10.0
 """Seconds between two progress lines without a terminal."""
 MAX_SECONDS_LEFT = 10**9
@@ -92,20 +95,68 @@ def print_text(text: str, end: str = "") -> None:
     print(escape_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print an aligned table; the header is left out if all column names are empty."""
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], optional: Sequence[str] = ()) -> None:
+    """Print an aligned table; the header is left out if all column names are empty.
+
+    If the terminal is too narrow for every word and for the first column, the `optional` columns are left out, in this
+    order, as far as necessary; if that is not enough, each row is printed as a block, with one line per column.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, show_header=any(columns))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console = Console(width=PIPE_WIDTH, highlight=False, markup=False, emoji=False)
+    cells = [(name, *column) for name, *column in zip(columns, *rows, strict=True)]
+    for left_out in range(len(optional) + 1):
+        shown = [column for column in cells if column[0] not in optional[:left_out]]
+        widths = _column_widths(shown, console.width)
+        if widths is not None:
+            break
+    else:
+        _print_blocks(console, cells)
+        return
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    for (name, *_), width in zip(shown, widths, strict=True):
+        table.add_column(name, overflow="fold", width=width)
+    for row in list(zip(*shown, strict=True))[1:]:
+        table.add_row(*row)
     console.print(table)
+
+
+def _column_widths(cells: Sequence[Sequence[str]], available: int) -> list[int] | None:
+    """Widths of columns that fit without breaking a word or wrapping the first column; None if there are none."""
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column)) for column in cells]
+    longest_words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in cells]
+    shortest = [max(word, MIN_TEXT_WIDTH) if width > MIN_TEXT_WIDTH else word
+                for word, width in zip(longest_words, widths, strict=True)]  # fmt: skip
+    shortest[0] = widths[0]
+    while sum(widths) + 2 * (len(widths) - 1) > available:
+        slack = [width - least for width, least in zip(widths, shortest, strict=True)]
+        if not any(slack):
+            return None
+        widths[slack.index(max(slack))] -= 1
+    return widths
+
+
+def _print_blocks(console: Console, cells: Sequence[Sequence[str]]) -> None:
+    """Print each row as its first cell with the other cells below it, indented and with the names of their columns."""
+    from rich.padding import Padding
+    from rich.table import Table
+
+    (_, *titles), *others = cells
+    names = [column[0] for column in others]
+    for title, *values in zip(titles, *(column[1:] for column in others), strict=True):
+        console.print(title, soft_wrap=True, style="bold" if any(names) else None)
+        block = Table(box=None, pad_edge=False, show_header=False)
+        if any(names):
+            block.add_column(no_wrap=True)
+        block.add_column(overflow="fold")
+        for name, value in zip(names, values, strict=True):
+            block.add_row(*((name, value) if any(names) else (value,)))
+        console.print(Padding(block, (0, 0, 0, 2)))
 
 
 class ProgressBar:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whimbrel.cli.recipes import complete_config
 from whimbrel.cli.terminal import configure_logging, print_table, warn_once
 
 if TYPE_CHECKING:
@@ -55,7 +56,12 @@ def _list_settings(requested: bool) -> None:
 
 def train(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="TOML file of the run, or a recipe such as shakespeare-cpu.")],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="TOML file of the run, or a recipe such as shakespeare-cpu.", autocompletion=complete_config
+        ),
+    ],
     plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
     watch: Annotated[
         bool | None,
@@ -200,7 +206,10 @@ def _drop_unwritten_output() -> None:
 def memory(
     context: typer.Context,
     config: Annotated[
-        Path, typer.Argument(help="TOML file of the run, a recipe, or a model preset such as llama2-7b.")
+        Path,
+        typer.Argument(
+            help="TOML file of the run, a recipe, or a model preset such as llama2-7b.", autocompletion=complete_config
+        ),
     ],
     device: Annotated[str | None, typer.Option(help="Predict for cuda or cpu; the device need not be present.")] = None,
     nproc: Annotated[

@@ -105,7 +105,8 @@ def check_known(
     """Raise for keys that are not in `known`; `nested` has the full names of settings by their last part."""
     for name in names:
         if name not in known:
-            full_names = [f"'{_join(section, full_name)}'" for full_name in (nested or {}).get(name, ())]
+            similar = (nested or {}).get(name) or [close for close in [suggest(name, known)] if close is not None]
+            full_names = [f"'{_join(section, each)}'" for each in similar]
             hint = f": did you mean {' or '.join(full_names)}?" if full_names else did_you_mean(name, known)
             raise ConfigError(f"unknown setting '{_join(section, name)}'{hint}")
 

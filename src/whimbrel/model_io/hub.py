@@ -17,7 +17,7 @@ from whimbrel.config import suggest
 from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from whimbrel.model_io.weights import CONFIG, INDEX, WEIGHTS, read_json
 
-__all__ = ["cached_model", "check_login", "is_hub_id", "resolve_path", "upload_model"]
+__all__ = ["cached_model", "check_write_access", "is_hub_id", "resolve_path", "upload_model"]
 
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 LOCAL_SUFFIXES = (".bin", ".gguf", ".json", ".safetensors", ".toml")
@@ -144,15 +144,27 @@ def _check_installed(what: str) -> None:
         raise MissingExtraError(what, "huggingface_hub", "hub")
 
 
-def check_login() -> None:
-    """Raise ConfigError unless the Hub accepts the user's token."""
+def check_write_access(name: str) -> None:
+    """Raise ConfigError unless the Hub accepts the user's token, and the user may write to the model `owner/name`.
+
+    Only tokens with the role `write` list all organizations of their user; others are refused by the upload.
+    """
     _check_installed("pushing a model")
     from huggingface_hub import HfApi
 
     try:
-        HfApi().whoami()
+        user = HfApi().whoami()
     except Exception as error:
         raise ConfigError(f"cannot push to the Hugging Face Hub: {_reason(error)}") from error
+    role = user.get("auth", {}).get("accessToken", {}).get("role")
+    owners = {user["name"], *(organization["name"] for organization in user.get("orgs", ()))}
+    if role == "read":
+        raise ConfigError(f"cannot push to {name}: the token is read-only: create one with write access")
+    if role == "write" and name.partition("/")[0].lower() not in map(str.lower, owners):
+        raise ConfigError(
+            f"cannot push to {name}: the token has no write access to it (expected the owner to be one of "
+            f"{', '.join(sorted(owners))})"
+        )
 
 
 def upload_model(

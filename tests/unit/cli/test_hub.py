@@ -206,3 +206,18 @@ def test_push_without_a_token_writes_nothing(hub, capsys):
     assert "log in with `hf auth login`, or set HF_TOKEN" in error
     assert len(error.strip().splitlines()) == 1
     assert hub.requests == []
+
+
+def test_push_to_another_owner_fails_before_the_conversion(hub, token, monkeypatch, capsys):
+    monkeypatch.setattr("whimbrel.model_io.finalize_model", lambda *args, **named: pytest.fail("converted"))
+    assert whimbrel("push", "original", "other/model") == 2
+    assert "cannot push to other/model: the token has no write access" in capsys.readouterr().err
+
+
+def test_push_without_held_out_data_names_no_option_it_lacks(hub, token, shakespeare, workdir, capsys):
+    train_demo_run(workdir, shakespeare[:20_000], context_length=32)
+    (workdir / "shards").rename(workdir / "moved")
+    capsys.readouterr()
+    assert whimbrel("push", "runs/demo", "wader/demo") == 0
+    assert "held-out loss not measured" in (printed := capsys.readouterr().out)
+    assert "`whimbrel finalize` with --data, and push the directory" in printed

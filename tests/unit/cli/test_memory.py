@@ -115,7 +115,7 @@ def test_parameters_are_listed_with_their_optimizer(recipe: str, capsys: pytest.
     [
         (["--device", "tpu"], "expected --device cuda or cpu, got tpu"),
         (["--optimizer", "adam"], "did you mean 'adamw'?"),
-        (["--train.micro_bath=2"], "did you mean 'micro_batch'?"),
+        (["--train.micro_bath=2"], "did you mean 'train.micro_batch'?"),
         (["--train.optimizer_in_backward=true"], "does not work with 3 micro-batches per step"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +121,33 @@ def test_runs_of_the_same_name_are_labelled_by_path(folder: Path) -> None:
     assert "<!-- other/a: train not finite, validation 2.0000 -->" in text
 
 
-def test_open_starts_the_viewer(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    opened: list[str] = []
-    monkeypatch.setattr("typer.launch", lambda path: opened.append(path) or 0)
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="xdg-open is for Linux and BSD")
+def test_open_starts_the_viewer(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("PATH", str(folder))
     assert run("a", "--open") == 0
-    assert opened == ["a/loss.png"]
+    assert capfd.readouterr() == ("wrote a/loss.png\ncould not open a/loss.png\n", "")  # no xdg-open
+    viewer = folder / "xdg-open"
+    for code, more in ((0, ""), (3, "could not open a/loss.png\n")):
+        viewer.write_text(f'#!/bin/sh\necho "$@" >> opened\necho no application found >&2\nexit {code}\n')
+        viewer.chmod(0o755)
+        assert run("a", "--open") == 0
+        assert capfd.readouterr() == (f"wrote a/loss.png\n{more}", "")
     assert run("a") == 0
-    assert len(opened) == 1
-    monkeypatch.setattr("typer.launch", lambda path: 1)
+    assert (folder / "opened").read_text() == "a/loss.png\n" * 2
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="xdg-open is for Linux and BSD")
+def test_plot_does_not_wait_for_the_viewer(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr("whimbrel.cli.plot.VIEWER_TIMEOUT", 0.1)
+    viewer = folder / "xdg-open"
+    viewer.write_text("#!/bin/sh\nread line < pipe\n")
+    viewer.chmod(0o755)
+    os.mkfifo(folder / "pipe")
     assert run("a", "--open") == 0
-    assert "could not open a/loss.png" in capsys.readouterr().out
+    assert "could not open" not in capfd.readouterr().out
+    (folder / "pipe").write_text("closed\n")
 
 
 def test_default_output_is_in_the_run_directory(folder: Path) -> None:
@@ -143,6 +162,8 @@ def test_default_output_is_in_the_run_directory(folder: Path) -> None:
             ["a", "--panels", "loss,weight"],
             "unknown panel 'weight' in --panels (choose from: loss, lr, norm, speed, memory, margin, accuracy)",
         ),
+        (["a", "--panels", "lr,margin"], "a does not log 'margin' of --panels (logged panels: loss, lr, norm, speed)"),
+        (["a", "b", "--panels", "margin"], "no run logs 'margin' of --panels (logged panels: loss, lr, norm, speed)"),
         (["a", "--out", "a.gif"], "expected --out to end in .png or .svg, got a.gif"),
         (["c"], "expected a run directory or its log.jsonl, got c"),
         (["empty"], "empty/log.jsonl has no steps to plot"),
@@ -152,3 +173,4 @@ def test_error_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], arg
     write_run(folder / "empty", 0)
     assert run(*arguments) == 2
     assert capsys.readouterr().err == f"whimbrel: {line}\n"
+    assert not list(folder.rglob("loss.png"))

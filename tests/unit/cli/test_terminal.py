@@ -1,11 +1,13 @@
-"""Terminal output: escaped control characters, log messages and the progress bar."""
+"""Terminal output: escaped control characters, tables, log messages and the progress bar."""
 
 from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from whimbrel.base.errors import DataError
 from whimbrel.cli import terminal as terminal_output
 from whimbrel.cli.generate import chat, generate
 from whimbrel.cli.main import main
-from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls
+from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls, print_table
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 
@@ -69,6 +71,44 @@ def test_error_messages_escape_control_characters(monkeypatch, capsys):
     printed = capsys.readouterr().err
     assert r"\x1b[2J" in printed
     assert escape_controls(printed) == printed
+
+
+@pytest.fixture
+def table_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The lines of a table on a terminal with so many columns."""
+
+    def lines(width: int, *arguments: Any, **options: Any) -> list[str]:
+        for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": str(width)}.items():
+            monkeypatch.setenv(name, value)
+        print_table(*arguments, **options)
+        printed = [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert max(map(len, printed)) <= width
+        return printed
+
+    return lines
+
+
+RUNS = [("runs/shakespeare-cpu", "finished", "500/500", "1.2345", "step-00000500")]
+COLUMNS = ("run", "state", "step", "loss", "checkpoint")
+
+
+def test_narrow_tables_leave_out_optional_columns_and_then_become_blocks(table_lines) -> None:
+    header, row = table_lines(70, COLUMNS, RUNS, optional=["checkpoint", "loss"])
+    assert (header.split(), row.split()) == (list(COLUMNS), list(RUNS[0]))
+    header, row = table_lines(60, COLUMNS, RUNS, optional=["checkpoint", "loss"])
+    assert (header.split(), row.split()) == (list(COLUMNS[:-1]), list(RUNS[0][:-1]))
+    block = ["runs/shakespeare-cpu", *(f"  {name:10}  {value}" for name, value in zip(COLUMNS, RUNS[0], strict=True))]
+    assert table_lines(40, COLUMNS, RUNS, optional=["checkpoint"]) == [block[0], *block[2:]]
+
+
+def test_narrow_tables_wrap_between_words(table_lines) -> None:
+    text = "one two three four five six seven eight nine ten"
+    first, *more = table_lines(60, ("", ""), [("chat-qlora-int4:", text)])
+    assert first.startswith("chat-qlora-int4:  one two")
+    assert more
+    for width in (40, 60):
+        assert " ".join(table_lines(width, ("", ""), [("chat-qlora-int4:", text)])).split()[1:] == text.split()
+    assert table_lines(40, ("", ""), [("chat-qlora-int4:", text)])[0] == "chat-qlora-int4:"
 
 
 @pytest.fixture

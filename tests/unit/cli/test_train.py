@@ -133,7 +133,7 @@ def test_timed_saves_can_be_turned_off(folder: Path) -> None:
     ("arguments", "line"),
     [
         (["train", "none.toml"], "whimbrel: no such configuration file: none.toml"),
-        (["train", "recipe.toml", "--optim.lrr=1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'lr'?"),
+        (["train", "recipe.toml", "--optim.lrr=1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'optim.lr'?"),
         (["train", "recipe.toml", "--lr=1"], "whimbrel: unknown setting 'lr': did you mean 'optim.lr'?"),
         (
             ["train", "recipe.toml", "--name=x"],
@@ -144,13 +144,16 @@ def test_timed_saves_can_be_turned_off(folder: Path) -> None:
             ["train", "recipe.toml", "extra"],
             "whimbrel train: Got unexpected extra argument(s) (extra)",
         ),
-        (["train", "recipe.toml", "--optim.lrr", "1"], "whimbrel: unknown setting 'optim.lrr': did you mean 'lr'?"),
+        (
+            ["train", "recipe.toml", "--optim.lrr", "1"],
+            "whimbrel: unknown setting 'optim.lrr': did you mean 'optim.lr'?",
+        ),
         (["train", "recipe.toml", "--optim.lr"], "whimbrel: expected a value for --optim.lr"),
         (["train", "recipe.toml", "--optim.lr", "--plain"], "whimbrel: expected a value for --optim.lr"),
         (["train", "--train.compile", "recipe.toml"], "whimbrel: expected --train.compile=true or"),
         (["memory", "recipe.toml", "--train.compile"], "whimbrel: expected --train.compile=true or"),
-        (["train", "--plian", "recipe.toml"], "whimbrel: unknown option --plian: did you mean '--plain'?"),
-        (["train", "--trian.steps", "3"], "whimbrel: unknown option --trian.steps: did you mean '--train.steps'?"),
+        (["train", "--plian", "recipe.toml"], "whimbrel: unknown option --plian: did you mean --plain?"),
+        (["train", "--trian.steps", "3"], "whimbrel: unknown option --trian.steps: did you mean --train.steps?"),
         (["train", "recipe.toml", "--data.path=gone"], "whimbrel: no such directory: gone"),
         (["train"], "whimbrel train: Missing argument"),
         (["trian"], "whimbrel: No such command 'trian'. Did you mean 'train'?"),

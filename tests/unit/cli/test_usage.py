@@ -32,6 +32,10 @@ def whimbrel(capsys: pytest.CaptureFixture[str]):
     ("arguments", "expected"),
     [
         (("generate", "model", "-t", "3"), "did you mean --temperature, --tokenizer, --top-k or --top-p?"),
+        (("chat", "model", "-T", "3"), "did you mean --temperature, --template, --tokenizer, --top-k or --top-p?"),
+        (("generate", "model", "--checkpoint", "3"), "unknown option --checkpoint; see whimbrel generate --help"),
+        (("train", "run.toml", "--zzz"), "unknown option --zzz; `whimbrel train --settings` lists"),
+        (("train", "run.toml", "--pain"), "unknown option --pain: did you mean --plain?"),
         (("generate", "model", "--temprature", "3"), "did you mean --temperature?"),
         (("generate", "model", "--max_new_token", "3"), "did you mean --max-new-tokens?"),
         (("generate", "model", "one", "two"), "quote a prompt"),
@@ -39,7 +43,9 @@ def whimbrel(capsys: pytest.CaptureFixture[str]):
         (("train", "run.toml", "-lr=3"), "did you mean --optim.lr?"),
         (("train", "run.toml", "optim.lr=3"), "write --optim.lr=3"),
         (("train", "run.toml", "-Q"), "unknown option -Q; see whimbrel train --help"),
-        (("train",), "Missing argument 'config'; see whimbrel train --help"),
+        (("train",), "Missing argument 'CONFIG'; see whimbrel train --help"),
+        (("export", "model"), "Missing argument 'OUT'"),
+        (("tokenizer", "train", "--out-dir", "x"), "Missing argument 'SOURCE...'"),
         (("prepare", "a.txt", "--shard-size", "x"), "'--shard-size': expected a valid integer"),
         (("--versoin",), "did you mean --version?"),
         (("tokenizer", "trian"), "Did you mean 'train'?"),
@@ -66,11 +72,32 @@ def test_help_never_cuts_off_a_name(whimbrel, monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize(
+    ("command", "usage", "listed"),
+    [
+        (["generate"], "[OPTIONS] MODEL [PROMPT]", ["MODEL", "PROMPT"]),
+        (["train"], "[OPTIONS] CONFIG", ["CONFIG"]),
+        (["plot"], "[OPTIONS] RUNS...", ["RUNS..."]),
+        (["prepare"], "[OPTIONS] [SOURCE]...", ["SOURCE..."]),
+        (["tokenizer", "show"], "[OPTIONS] [TOKENIZER]", ["TOKENIZER"]),
+    ],
+)
+def test_help_shows_arguments_in_uppercase(whimbrel, command: list[str], usage: str, listed: list[str]) -> None:
+    _, out, _ = whimbrel(*command, "--help")
+    assert out.splitlines()[0] == f"Usage: whimbrel {' '.join(command)} {usage}"
+    arguments = out.partition("Arguments:")[2].partition("Options:")[0].splitlines()
+    assert [line.split()[0] for line in arguments if line[:3].strip()] == listed
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [("whimbrel gen", "generate"), ("whimbrel generate --temp", "--temperature"),
-     ("whimbrel train run.toml --train.steps=3 --pl", "--plain")],
+     ("whimbrel train run.toml --train.steps=3 --pl", "--plain"),
+     ("whimbrel train shake", "shakespeare-cpu"), ("whimbrel train s", "small.toml shakespeare-cpu"),
+     ("whimbrel train runs/", ""), ("whimbrel init gpt2-f", "gpt2-fast-20m"), ("whimbrel init s", "shakespeare-cpu"),
+     ("whimbrel control runs/a st", "status stop")],
 )  # fmt: skip
-def test_shell_completion(words: str, expected: str) -> None:
+def test_shell_completion(workdir: Path, words: str, expected: str) -> None:
+    (workdir / "small.toml").touch()
     environment = os.environ | {
         "_WHIMBREL_COMPLETE": "complete_bash",
         "COMP_WORDS": words,
@@ -78,7 +105,7 @@ def test_shell_completion(words: str, expected: str) -> None:
     }
     code = "from whimbrel.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [expected]
+    assert done.stdout.split() == expected.split()
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def test_array_of_tables_round_trips_through_a_tuple_of_dataclasses() -> None:
     ("table", "message"),
     [
         ({"path": "p", "stesp": 3}, r"unknown setting 'stesp': did you mean 'steps'\?"),
-        ({"path": "p", "inner": {"kid": "x"}}, r"unknown setting 'inner.kid': did you mean 'kind'\?"),
+        ({"path": "p", "inner": {"kid": "x"}}, r"unknown setting 'inner.kid': did you mean 'inner.kind'\?"),
         (
             {"path": "p", "qqqqqq": 1},
             r"unknown setting 'qqqqqq' \(choose from: inner, kinds",

@@ -17,7 +17,7 @@ import whimbrel
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError
 from whimbrel.model_io import locate_model, open_model, save_adapter
 from whimbrel.model_io.finalize import PUBLISHED
-from whimbrel.model_io.hub import EXPECTED_PATH, check_login, is_hub_id, resolve_path, upload_model
+from whimbrel.model_io.hub import EXPECTED_PATH, check_write_access, is_hub_id, resolve_path, upload_model
 from whimbrel.models import LoraConfig, apply_lora
 from whimbrel.models.lora import lora_parameters
 
@@ -170,7 +170,7 @@ def test_a_mistyped_path_names_the_runs_next_to_it(hub, workdir):
 
 def test_without_the_extra(workdir, monkeypatch):
     monkeypatch.setattr("whimbrel.model_io.hub.find_spec", lambda name: None)
-    for call in (lambda: whimbrel.load_model("curlew/base"), check_login):
+    for call in (lambda: whimbrel.load_model("curlew/base"), lambda: check_write_access("wader/model")):
         with pytest.raises(MissingExtraError, match=r"pip install 'whimbrel\[hub\]'"):
             call()
     with pytest.raises(CheckpointError, match="no run or model at nope"):
@@ -243,11 +243,19 @@ def test_private_models_and_branches(hub, base, token):
 
 def test_missing_rights(hub, base, monkeypatch):
     with pytest.raises(ConfigError, match="cannot push .*: log in with `hf auth login`, or set HF_TOKEN"):
-        check_login()
+        check_write_access("wader/model")
     monkeypatch.setenv("HF_TOKEN", "wrong")
     with pytest.raises(ConfigError, match="the token is invalid"):
-        check_login()
+        check_write_access("wader/model")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    check_login()
+    check_write_access("wader/model")
+    with pytest.raises(ConfigError, match="other/model: the token has no write access.* one of curlews, wader"):
+        check_write_access("other/model")
+    check_write_access("curlews/model")
+    hub.role = "read"
+    with pytest.raises(ConfigError, match="cannot push to wader/model: the token is read-only"):
+        check_write_access("wader/model")
+    hub.role = "fineGrained"
+    check_write_access("other/model")  # its organizations are unknown
     with pytest.raises(ConfigError, match="no write access to other/model"):
         upload_model(base, PUBLISHED, "other/model")

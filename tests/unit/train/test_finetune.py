@@ -80,7 +80,7 @@ def losses(output: Path) -> list[float]:
         ({"objective": {"name": "dpo", "loss": "ipo", "label_smoothing": 0.1}}, "objective.label_smoothing"),
         ({"lora": {"rank": 0}}, "expected lora.rank >= 1"),
         ({"lora": {"modules": ["query"]}}, "lora.modules: this model has no module 'query'"),
-        ({"lora": {"rnak": 4}}, "unknown setting 'lora.rnak': did you mean 'rank'"),
+        ({"lora": {"rnak": 4}}, "unknown setting 'lora.rnak': did you mean 'lora.rank'"),
     ],
 )
 def test_settings_without_effect_are_refused(
