@@ -314,13 +314,14 @@ class _Job:
         from whimbrel.train.sizing import DEPTHS, choose_depth, choose_plan
 
         vocab_size, train_tokens = manifest.tokenizer.vocab_size, manifest.tokens("train")
+        depths = _depths_in_memory(DEPTHS if self.depth is None else (self.depth,), vocab_size)
         measured = choose_depth(
             self._measure_speed,
             vocab_size,
             train_tokens=train_tokens,
             seconds=max(SPEED_MARGIN * (self.remaining() - CLOSING_SECONDS), 1.0),
             flops=FLOPS[choose_device(None).type],
-            depths=DEPTHS if self.depth is None else (self.depth,),
+            depths=depths,
         )
         plan = choose_plan(
             measured[0],
@@ -337,7 +338,6 @@ class _Job:
         from whimbrel.train.config import build_run_config
         from whimbrel.train.sizing import Plan, config_text
 
-        _check_memory(model)
         print(f"Measuring the training speed at depth {model.num_layers}", flush=True)
         plan = Plan(
             model=model, tokens_per_step=tokens_per_step, steps=100_000, validations=1, seconds=0.0, epochs=0.0,
@@ -454,25 +454,26 @@ def _device_settings(seconds: float) -> dict[str, str]:
     return settings
 
 
-def _check_memory(model: GPTConfig) -> None:
-    """Raise if weights, gradients and optimizer state of a model exceed the memory of the device."""
+def _depths_in_memory(depths: Sequence[int], vocab_size: int) -> list[int]:
+    """The depths whose weights, gradients and optimizer state fit in the memory of the device; raises if none does."""
     import torch
 
     from whimbrel.base.errors import ConfigError
     from whimbrel.base.files import format_bytes
     from whimbrel.train.device import choose_device
+    from whimbrel.train.sizing import model_of_depth
 
     if choose_device(None).type == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = BYTES_PER_PARAMETER * model.matrix_parameters
-    if needed > memory:
-        raise ConfigError(
-            f"expected a model that fits in {format_bytes(memory)} of memory, got depth {model.num_layers} with "
-            f"{model.matrix_parameters / 1e9:.1f}B parameters, which needs {format_bytes(needed)}: choose a smaller "
-            "--depth"
-        )
+    needed = {depth: BYTES_PER_PARAMETER * model_of_depth(depth, vocab_size).matrix_parameters for depth in depths}
+    if fitting := [depth for depth in depths if needed[depth] <= memory]:
+        return fitting
+    raise ConfigError(
+        f"expected a model that fits in {format_bytes(memory)} of memory, got depth {min(depths)}, which needs "
+        f"{format_bytes(needed[min(depths)])}: choose a smaller --depth"
+    )
 
 
 def _evaluate(run: Path, data: Path) -> None:

@@ -60,25 +60,25 @@ tokens memorizes the text, and its held-out loss increases again. Measured with 
 per token, dropout 0.3): the loss is constant from epoch 5 to 10, and 0.2 higher after 20."""
 DROPOUT = ((1.5, 0.0), (5.0, 0.1), (10.0, 0.2))
 """Dropout probability for runs of at most this many epochs."""
-BATCH_EPOCHS = 3
-"""The batch size is that of a run of at most this many epochs: with 300 kB of plays, 10 epochs in steps of 1024 tokens
-have a lower loss than in steps of 2048, by 0.04."""
 MAX_DROPOUT = 0.3
 """Dropout probability for longer runs."""
+BATCH_EPOCHS = 3
+"""Epochs beyond this number do not increase the batch size: with 300 kB of plays, 10 epochs in steps of 1024 tokens
+have a lower loss than in steps of 2048, by 0.04."""
 
 
 def choose_vocab_size(text_bytes: int) -> int:
-    """Vocabulary of a tokenizer for this much text: 2048 for 1 MB, doubling with every fivefold amount.
+    """Vocabulary of a tokenizer for this much text: 2048 for 1 MB, doubling with every fivefold increase.
 
-    A larger vocabulary means fewer tokens per text, but each of its tokens occurs less often: in small texts, the model
-    memorizes where the rare ones occur. And in small models the output layer takes most of the time.
+    A larger vocabulary means fewer tokens per text, but each of its tokens occurs less often, and a model memorizes
+    where the rare ones occur in a small text. In small models, the output layer also takes most of the time.
     """
     return int(2 ** min(max(round(11 + math.log(max(text_bytes, 1) / 1e6, 5)), 9), 15))
 
 
 def dropout(epochs: float) -> float:
-    """Dropout probability for a run of this many epochs: the more often text is repeated, the more."""
-    return next((probability for most, probability in DROPOUT if epochs <= most), MAX_DROPOUT)
+    """Dropout probability for a run of this many epochs: the more often text is repeated, the higher."""
+    return next((probability for limit, probability in DROPOUT if epochs <= limit), MAX_DROPOUT)
 
 
 def model_of_depth(depth: int, vocab_size: int) -> GPTConfig:
@@ -264,7 +264,7 @@ bias = "none"
 tied_head = false
 zero_init_projections = true  # each block starts as the identity
 zero_init_head = true         # the first prediction is uniform
-dropout = {model.dropout}  # more if the text is repeated more often
+dropout = {model.dropout}  # higher if the text is repeated more often
 
 [data]
 path = {json.dumps(str(data), ensure_ascii=False)}
