@@ -88,7 +88,7 @@ def measure(
         return time.process_time() if args.clock == "cpu" else now(device)
 
     def random_prompts() -> list[list[int]]:
-        ids: list[list[int]] = torch.randint(0, 4000, (batch, args.prompt), generator=generator).tolist()
+        ids: list[list[int]] = torch.randint(0, 2000, (batch, args.prompt), generator=generator).tolist()
         return ids
 
     results: dict[str, Any] = {}
