@@ -53,13 +53,14 @@ class _StderrHandler(logging.Handler):
 
 
 def configure_logging() -> None:
-    """Show Whimbrel's log messages of level INFO and above, unless logging is already configured.
+    """Show Whimbrel's log messages of level INFO and above, unless a handler or level is already set.
 
     Of several processes, rank 0 shows them all, the others only warnings and errors.
     """
     logger = logging.getLogger("whimbrel")
     if not logger.handlers:
         logger.addHandler(_StderrHandler())
+    if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
 
 

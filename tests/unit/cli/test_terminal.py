@@ -165,6 +165,21 @@ def test_live_progress_bar_is_removed(clock: list[float], capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+def test_level_is_set_even_if_there_is_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("whimbrel")
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
+    level = logger.level
+    try:
+        logger.setLevel(logging.NOTSET)
+        configure_logging()
+        assert logger.level == logging.INFO
+        logger.setLevel(logging.ERROR)
+        configure_logging()
+        assert logger.level == logging.ERROR
+    finally:
+        logger.setLevel(level)
+
+
 def test_log_messages_appear_above_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     """A live bar replaces sys.stderr; messages that bypass it would leave a copy of the bar."""
     written = io.BytesIO()
