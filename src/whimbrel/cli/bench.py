@@ -28,7 +28,7 @@ def bench(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the results. (default: NAME.json)")] = None,
 ) -> None:
-    """Run a benchmark of the documentation; its results are written as JSON with hardware, versions and commit.
+    """Run one of the published benchmarks, and write its results as JSON with hardware, versions and commit.
 
     Without a name, lists the benchmarks and what they need. They are part of the repository: run this in a clone.
     """

@@ -165,7 +165,7 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train, quantize, evaluate and serve language models on the hardware you have."""
+    """Train, fine-tune, quantize, evaluate and serve language models on the hardware you have."""
     del version  # handled by its callback
 
 

@@ -145,7 +145,8 @@ class OptimConfig:
     basis_store: Literal["fp32", "bf16", "int8", "int4"] | None = None
     """Storage format of the basis of a subspace; default: fp32."""
     start: Literal["gradient", "random"] | None = None
-    """First basis: from the first gradient, or random and replaced within the first steps; default: gradient."""
+    """First basis: from the first gradient, or random and replaced within the first steps; default: gradient,
+    or random with train.optimizer_in_backward."""
     projection_type: Literal["std", "reverse_std", "right", "left", "full"] | None = None
     """With galore: side of a matrix to project; default: std, the shorter one."""
     groups: tuple[GroupConfig, ...] = ()

@@ -32,8 +32,8 @@ class ScheduleConfig:
     warmup_steps: int | float = 0
     """Warmup steps; a float below 1 is a fraction of the run, rounded up."""
     warmup_start: float | None = None
-    """Learning rate factor at the first warmup step, reaching 1 after the last; default: 1/warmup_steps, reaching 1 at
-    the last."""
+    """Learning rate factor at the first warmup step. With the default, the factor reaches 1 at the last warmup step; if
+    set, at the step after it; default: 1/warmup_steps."""
     warmup_shape: Shape | None = None
     """Shape of the warmup from warmup_start; default: linear."""
     cooldown: float = DEFAULT_COOLDOWN
