@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def logging_state() -> Iterator[None]:
+    """Restore the logging configuration, which commands change, so that no test depends on the tests before it."""
+    logger, disabled_level = logging.getLogger("whimbrel"), logging.root.manager.disable
+    level, handlers = logger.level, logger.handlers[:]
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+    logging.disable(disabled_level)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("whimbrel."):
+            logging.getLogger(name).disabled = False
 
 
 def _leave_process_group() -> Iterator[None]:

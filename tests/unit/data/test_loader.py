@@ -135,7 +135,7 @@ def test_shuffle_depends_on_seed_and_epoch(folder: Path, stream: np.ndarray) -> 
 
 def test_new_epoch_is_counted_and_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     loader = TokenDataLoader(folder, 1, 1015)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO, "whimbrel"):
         loader.next_batch()
         assert (loader.epoch, "epoch" in caplog.text) == (0, False)
         loader.next_batch()

@@ -252,7 +252,7 @@ def test_the_constant_schedule_has_factor_one() -> None:
     [
         ("cosin", {}, 0, "lr_scheduler_type.*'cosine'"),
         ("reduce_lr_on_plateau", {}, 0, "linear, cosine"),
-        ("cosine", {"num_cycle": 1}, 0, r"lr_scheduler_kwargs.num_cycle.*'num_cycles'"),
+        ("cosine", {"num_cycle": 1}, 0, r"lr_scheduler_kwargs.num_cycle.*num_cycles'"),
         (
             "linear",
             {"power": 2.0},
