@@ -21,9 +21,10 @@ def runs(
         list[Path] | None, typer.Argument(help="Runs, or directories that contain runs. (default: runs)")
     ] = None,
 ) -> None:
-    """List runs: running, finished, stopped (rerun the same command to resume) or dead (killed; can be resumed).
+    """List runs and their state: running, finished, stopped or dead (killed).
 
-    "other host" is a run on another machine, "other user" an unfinished run of another user.
+    To resume a stopped or dead run, rerun its command. "other host" is a run on another machine, "other user" an
+    unfinished run of another user.
     """
     from whimbrel.cli.terminal import print_table
     from whimbrel.train.run_log import find_runs

@@ -47,7 +47,8 @@ class ScheduleConfig:
     min_lr_ratio: float = 0.0
     """Learning rate at the end of the decay, as a fraction of the peak."""
     cycles: float | None = None
-    """For cosine curves: number of periods, default 0.5; for cosine_with_restarts: number of cycles, default 1."""
+    """With cosine, or wsd with cooldown_shape = cosine: number of periods (0.5 if not set). With cosine_with_restarts:
+    number of cycles (1 if not set)."""
     power: float | None = None
     """With polynomial: exponent of the remaining fraction of steps; default: 1."""
     timescale: int | None = None

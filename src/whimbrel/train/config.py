@@ -244,7 +244,7 @@ class LogConfig:
     """Logging. log.jsonl always has the metrics of every step."""
 
     every: int | float | None = None
-    """Call on_log with the mean loss every N steps, or a fraction of the run if below 1; default: never."""
+    """Log the mean loss (event on_log) every N steps, or a fraction of the run if below 1; default: never."""
     first: bool = False
     """Also log the first step."""
     each_epoch: bool = False

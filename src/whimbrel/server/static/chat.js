@@ -277,7 +277,7 @@ async function streamInto(entry, prompts, options) {
 
 function notes(finish, dropped, total, empty) {
   const parts = [];
-  if (dropped) parts.push(state.mode === "chat" ? "Older messages were left out to leave room for the answer." : "The model only saw the end of the text, to leave room for the continuation.");
+  if (dropped) parts.push(state.mode === "chat" ? "Older messages were left out to make room for the answer." : "The model only saw the end of the text, to leave room for the continuation.");
   if (finish === "stop" && state.mode === "complete") parts.push("The model ended the text.");
   else if (finish === "stop" && empty) parts.push("The answer is empty: the model stopped immediately.");
   if (finish === "length") parts.push(total >= card().context_length ? "Stopped because the context is full." : "Stopped at the token limit.");

@@ -58,7 +58,7 @@ export function updateStats(item, { tokens, exact, rate }) {
 }
 
 export function showDivider() {
-  return element("p", { className: "divider", textContent: "The model no longer sees the messages above: they were left out to leave room for the answer" });
+  return element("p", { className: "divider", textContent: "The model no longer sees the messages above: they were left out to make room for the answer" });
 }
 
 // Replaces the content of `item` by a text field; calls `save(text)` or `cancel()`.
