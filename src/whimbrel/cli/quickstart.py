@@ -94,7 +94,7 @@ def quickstart(
     plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
     watch: Annotated[
         bool | None,
-        typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: on a terminal)"),
+        typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: in a terminal)"),
     ] = None,
 ) -> None:
     """Train a model on your text, with sizes chosen to suit the text, the machine and the time budget.

@@ -65,7 +65,7 @@ def train(
     plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
     watch: Annotated[
         bool | None,
-        typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: on a terminal)"),
+        typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: in a terminal)"),
     ] = None,
     exit_143: Annotated[
         bool, typer.Option("--exit-143", help="Exit with code 143 instead of 0 when stopped by a signal.")

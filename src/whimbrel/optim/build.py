@@ -131,22 +131,23 @@ class OptimConfig:
     gap: int | None = None
     """Steps between basis refreshes; default: 200 (10 with galore_warm)."""
     lazy: bool | None = None
-    """Adapt the gap: double it while the basis hardly changes, halve it while it changes a lot; default: false."""
+    """With galore_warm: double the gap while the basis hardly changes, halve it while it changes a lot; default: false.
+    """
     moment_transfer: Literal["first", "both", "align", "keep"] | None = None
-    """How moments move to a new basis: first (project the first moment), both (project both), align (rotate the new
-    basis toward the old one) or keep (leave them unchanged); default: first."""
+    """With galore_warm: how moments move to a new basis: first (project the first moment), both (project both), align
+    (rotate the new basis toward the old one) or keep (leave them unchanged); default: first."""
     scale: float | None = None
     """Scale of low-rank updates; default: 0.25 with galore, qgalore, fira; sqrt(128) with apollo_mini; else 1."""
     side: Literal["right", "left", "std", "cheapest"] | None = None
-    """Side of a matrix to project: right (columns), left (rows), std (the shorter side) or cheapest (least memory);
-    default: right."""
+    """With galore_warm: side of a matrix to project: right (columns), left (rows), std (the shorter side) or cheapest
+    (least memory); default: right."""
     store: Literal["fp32", "bf16", "int8"] | None = None
     """Storage format of the moments, including those of parameters without a subspace; default: fp32."""
     basis_store: Literal["fp32", "bf16", "int8", "int4"] | None = None
-    """Storage format of the basis of a subspace; default: fp32."""
+    """With galore_warm: storage format of the basis of a subspace; default: fp32."""
     start: Literal["gradient", "random"] | None = None
-    """First basis: from the first gradient, or random and replaced within the first steps; default: gradient,
-    or random with train.optimizer_in_backward."""
+    """With galore_warm: first basis, from the first gradient, or random and replaced within the first steps; default:
+    gradient, or random with train.optimizer_in_backward."""
     projection_type: Literal["std", "reverse_std", "right", "left", "full"] | None = None
     """With galore: side of a matrix to project; default: std, the shorter one."""
     groups: tuple[GroupConfig, ...] = ()
