@@ -15,6 +15,8 @@ from whimbrel.models import GPT, IGNORE_INDEX
 from whimbrel.models.gpt import GPTStage
 
 LENGTHS = (9, 3, 12)
+SUMMATION_ERROR = 4e-6
+"""fp32 sums of a few hundred terms in two orders, relative to the largest gradient: about 32 eps."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +57,9 @@ def test_gradients_of_a_packed_row_are_the_sum_of_those_of_its_samples(kind, wit
     if not with_documents:
         del row["documents"]
     expected = gradients(model, [{"input_ids": part[None], "targets": shifted(part)[None]} for part in parts])
+    tolerance = SUMMATION_ERROR * max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in gradients(model, [row]).items():
-        torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-6, msg=name)
+        torch.testing.assert_close(gradient, expected[name], atol=tolerance, rtol=0, msg=name)
 
 
 def test_learned_positions_need_position_ids():
