@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whimbrel.cli.terminal import configure_logging, escape_controls
-from whimbrel.cli.train import processes_to_start, run_training
+from whimbrel.cli.train import NumProcesses, Plain, Watch, processes_to_start, run_training
 
 if TYPE_CHECKING:
     from whimbrel.train import RunConfig
@@ -67,11 +67,9 @@ def finetune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print a summary of the data and write the config, but do not train.")
     ] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option(help="Number of processes on this machine. (default: one per visible GPU, or 1 on a CPU)"),
-    ] = None,
+    plain: Plain = False,
+    watch: Watch = None,
+    nproc: NumProcesses = None,
 ) -> None:
     """Fine-tune a model on chats, preference pairs or text.
 
@@ -99,10 +97,19 @@ def finetune(
         "objective": {"name": objective},
         **adapters,
     }  # fmt: skip
-    _run(build_run_config(apply_overrides(table, context.args)), context.args, dry_run, plain, nproc)
+    _run(
+        build_run_config(apply_overrides(table, context.args)),
+        context.args,
+        dry_run=dry_run,
+        plain=plain,
+        watch=watch,
+        nproc=nproc,
+    )
 
 
-def _run(config: RunConfig, overrides: Sequence[str], dry_run: bool, plain: bool, nproc: int | None) -> None:
+def _run(
+    config: RunConfig, overrides: Sequence[str], *, dry_run: bool, plain: bool, watch: bool | None, nproc: int | None
+) -> None:
     """Tokenize the data, print a summary, write the config, and train."""
     from whimbrel.train.initial_model import has_checkpoint
     from whimbrel.train.run_directory import record_settings
@@ -119,7 +126,7 @@ def _run(config: RunConfig, overrides: Sequence[str], dry_run: bool, plain: bool
         print(_line("Config", str(file)), flush=True)
     if not dry_run:
         session = [override for override in overrides if override.startswith(SESSION_OPTIONS)]
-        run_training(config, file, session, plain=plain, exit_143=False, nproc=nproc, max_restarts=0)
+        run_training(config, file, session, plain=plain, watch=watch, exit_143=False, nproc=nproc, max_restarts=0)
 
 
 def _adapters(full: bool, rank: int | None, weights: str | None, overrides: Sequence[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import typer
 
 from whimbrel.cli.data import Encoding, Separator, SkipBad, TextKey, load_named_tokenizer
 from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls, print_text
-from whimbrel.cli.train import is_finished, run_training
+from whimbrel.cli.train import Plain, Watch, is_finished, run_training
 from whimbrel.train.callback import TrainerCallback
 
 if TYPE_CHECKING:
@@ -91,11 +91,8 @@ def quickstart(
     separator: Separator = None,
     encoding: Encoding = "utf-8",
     skip_bad: SkipBad = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
-    watch: Annotated[
-        bool | None,
-        typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: in a terminal)"),
-    ] = None,
+    plain: Plain = False,
+    watch: Watch = None,
 ) -> None:
     """Train a model on your text, with sizes chosen to suit the text, the machine and the time budget.
 

@@ -30,6 +30,16 @@ RANKS_PER_NODE = 8
 """GPUs of a machine, for a prediction."""
 
 
+Plain = Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")]
+Watch = Annotated[
+    bool | None, typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: in a terminal)")
+]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option(help="Number of processes on this machine. (default: one per visible GPU, or 1 on a CPU)"),
+]
+
+
 def run_settings() -> Iterator[Setting]:
     """All settings of a run, in the order of the documentation."""
     from whimbrel.config import Setting, list_settings
@@ -62,18 +72,12 @@ def train(
             help="TOML file of the run, or a recipe such as shakespeare-cpu.", autocompletion=complete_config
         ),
     ],
-    plain: Annotated[bool, typer.Option("--plain", help="Print one line per step instead of a progress bar.")] = False,
-    watch: Annotated[
-        bool | None,
-        typer.Option("--watch/--no-watch", help="Serve a live page of the run. (default: in a terminal)"),
-    ] = None,
+    plain: Plain = False,
+    watch: Watch = None,
     exit_143: Annotated[
         bool, typer.Option("--exit-143", help="Exit with code 143 instead of 0 when stopped by a signal.")
     ] = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option(help="Number of processes on this machine. (default: one per visible GPU, or 1 on a CPU)"),
-    ] = None,
+    nproc: NumProcesses = None,
     max_restarts: Annotated[
         int, typer.Option(help="Restart all processes up to N times if one fails; they resume from a checkpoint.")
     ] = 0,
