@@ -113,7 +113,7 @@ class OptimConfig:
     scalar_lr: float | None = None
     """Peak learning rate of norms, biases and other parameters with fewer than two dimensions; default: lr."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of Adam's first and second moment."""
+    """Decay rates of Adam's first and second moments."""
     eps: float = 1e-8
     """Adam's eps."""
     weight_decay: float = 0.01
@@ -131,8 +131,8 @@ class OptimConfig:
     gap: int | None = None
     """Steps between basis refreshes; default: 200 (10 with galore_warm)."""
     lazy: bool | None = None
-    """With galore_warm: double the gap while the basis hardly changes, halve it while it changes a lot; default: false.
-    """
+    """With galore_warm: double the gap while the basis hardly changes, and halve it while it changes a lot; default:
+    false."""
     moment_transfer: Literal["first", "both", "align", "keep"] | None = None
     """With galore_warm: how moments move to a new basis: first (project the first moment), both (project both), align
     (rotate the new basis toward the old one) or keep (leave them unchanged); default: first."""
@@ -142,14 +142,15 @@ class OptimConfig:
     """With galore_warm: side of a matrix to project: right (columns), left (rows), std (the shorter side) or cheapest
     (least memory); default: right."""
     store: Literal["fp32", "bf16", "int8"] | None = None
-    """Storage format of the moments, including those of parameters without a subspace; default: fp32."""
+    """With galore_warm, apollo and fira: storage format of the moments, including those of parameters without a
+    subspace; default: fp32."""
     basis_store: Literal["fp32", "bf16", "int8", "int4"] | None = None
     """With galore_warm: storage format of the basis of a subspace; default: fp32."""
     start: Literal["gradient", "random"] | None = None
-    """With galore_warm: first basis, from the first gradient, or random and replaced within the first steps; default:
-    gradient, or random with train.optimizer_in_backward."""
+    """With galore_warm: the first basis: gradient (computed from the first gradient) or random (replaced within the
+    first steps); default: gradient, or random with train.optimizer_in_backward."""
     projection_type: Literal["std", "reverse_std", "right", "left", "full"] | None = None
-    """With galore: side of a matrix to project; default: std, the shorter one."""
+    """With galore: side of a matrix to project; default: std, the shorter side."""
     groups: tuple[GroupConfig, ...] = ()
     """Options for some parameters, by name: `[[optim.groups]]` tables."""
 

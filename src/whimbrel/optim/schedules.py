@@ -28,7 +28,8 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "wsd", "cosine_with_restarts", "polynomial", "inverse_sqrt"] = (
         "constant"
     )
-    """Schedule after the warmup; wsd is constant until its cooldown, all others except constant decay immediately."""
+    """Schedule after the warmup; wsd (warmup-stable-decay) is constant until its cooldown, and all others except
+    constant decay immediately."""
     warmup_steps: int | float = 0
     """Warmup steps; a float below 1 is a fraction of the run, rounded up."""
     warmup_start: float | None = None

@@ -308,7 +308,8 @@ class TrainingArguments(BaseTrainingArguments):
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """After a non-finite loss or gradient norm: stop, skip the step, or roll back to the last checkpoint."""
     recompute: float | Literal["none", "full", "selective"] = "none"
-    """Activation checkpointing: full, selective (keep matmul outputs), or the fraction of activations to keep."""
+    """Activation checkpointing: full, selective (keep the outputs of matmuls and attention), or the fraction of
+    activations to keep."""
     optimizer_in_backward: bool = False
     """Free each gradient during backward: project it (low-rank optimizers) or apply it immediately (no clipping)."""
     projected_linears: bool = False

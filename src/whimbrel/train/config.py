@@ -108,7 +108,8 @@ class TrainConfig:
     recompile_limit: int | None = None
     """Maximum number of recompilations of one function; default: the torch default."""
     recompute: Literal["none", "full", "selective"] | float = "none"
-    """Activation checkpointing: full, selective (keep matmul outputs), or the fraction of activations to keep."""
+    """Activation checkpointing: full, selective (keep the outputs of matmuls and attention), or the fraction of
+    activations to keep."""
     activation_offloading: bool = False
     """Move activations to host memory between forward and backward."""
     optimizer_in_backward: bool = False
@@ -359,7 +360,7 @@ class DivergenceConfig:
     detector: Literal["ema", "window"] = "ema"
     """ema: a fast moving average far above a slow one; window: the last window far above the best one."""
     threshold: float = 2.0
-    """Increase in the loss that counts as divergence."""
+    """Increase in the loss, as an absolute difference, that counts as divergence."""
     fast: float = 0.1
     """Weight of the latest loss in the fast average."""
     slow: float = 0.01
@@ -428,7 +429,7 @@ class DataConfig:
     shuffle_seed: int | None = None
     """Seed for shuffling the order of blocks in each epoch; default: the order on disk."""
     documents: Literal["join", "mask", "pack"] = "join"
-    """join: attend across document boundaries; mask: do not; pack: mask, and start every sequence with a document."""
+    """join: attend across document boundaries; mask: do not; pack: mask, and start sequences at document boundaries."""
     eot_id: int | None = None
     """Id of the token that starts a document; default: from the manifest, else the GPT-2 or Llama 3 id."""
     verify: bool = False

@@ -219,7 +219,7 @@ function apiMessage({ role, content, tool_calls, tool_call_id, name }) {
 // Generating
 
 async function requestCompletion(prompts, options) {
-  let failure = new Error("there is no message to answer");
+  let failure = new Error("There is no message to answer.");
   for (const { body, path, ...attempt } of prompts) {
     try {
       const fields = { model: model.value, stream: true, stream_options: { include_usage: true }, ...options, ...body };
@@ -277,7 +277,7 @@ async function streamInto(entry, prompts, options) {
 
 function notes(finish, dropped, total, empty) {
   const parts = [];
-  if (dropped) parts.push(state.mode === "chat" ? "Older messages were left out to make room for the answer." : "The model only saw the end of the text, to leave room for the continuation.");
+  if (dropped) parts.push(state.mode === "chat" ? "Older messages were left out to make room for the answer." : "To leave room for the continuation, the model only saw the end of the text.");
   if (finish === "stop" && state.mode === "complete") parts.push("The model ended the text.");
   else if (finish === "stop" && empty) parts.push("The answer is empty: the model stopped immediately.");
   if (finish === "length") parts.push(total >= card().context_length ? "Stopped because the context is full." : "Stopped at the token limit.");

@@ -6,7 +6,7 @@ export async function request(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
-    throw error.name === "AbortError" ? error : new Error("cannot reach the server");
+    throw error.name === "AbortError" ? error : new Error("Cannot reach the server.");
   });
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
@@ -33,7 +33,7 @@ export async function* readEvents(response) {
       yield event;
     }
   }
-  throw new Error("the connection was closed before the end of the response");
+  throw new Error("The connection was closed before the end of the response.");
 }
 
 export function element(tag, properties = {}, ...children) {
