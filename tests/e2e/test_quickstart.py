@@ -172,6 +172,28 @@ def test_deleted_shards_are_prepared_again(texts: Path) -> None:
     assert (Path("data/small") / "manifest.json").read_text() == fingerprint
 
 
+def test_separate_commands_prepare_the_same_shards(texts: Path) -> None:
+    """With a separator that the shell and the comment both have to quote."""
+    (texts / "a.txt").write_text((texts / "a.txt").read_text().replace("\n\n", "\n\\n \t"))
+    command = [*COMMAND[:-1], "--separator", r"\n\\n \t", "--plain"]
+    assert whimbrel(*command) == 0
+    config = Path("runs/small.toml").read_text()
+    manifest = (Path("data/small") / "manifest.json").read_text()
+    assert json.loads(manifest)["documents"] > 100
+    shutil.rmtree("data")
+    tokenizer, prepare, *_ = (shlex.split(line) for line in re.findall("#   whimbrel (.*)", config))
+    assert whimbrel(*tokenizer) == 0
+    assert whimbrel(*prepare) == 0
+    assert (Path("data/small") / "manifest.json").read_text() == manifest
+
+
+def test_repetitive_text_is_refused_and_leaves_no_shards(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "repeated.txt").write_text("to be or not to be\n" * 1000)
+    assert whimbrel("quickstart", "repeated.txt", "--minutes", "0.01", "--plain") == 2
+    assert "expected at least 257 validation tokens" in capsys.readouterr().err
+    assert not Path("data/repeated").exists()
+
+
 def test_shards_of_another_tokenizer_are_refused(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert whimbrel(*COMMAND) == 0
     shutil.rmtree("runs")

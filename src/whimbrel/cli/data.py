@@ -120,6 +120,9 @@ def train_tokenizer_command(
         int, typer.Option(help="Vocabulary size, including the 256 byte tokens and end-of-text.")
     ] = 32_768,
     min_frequency: Annotated[int, typer.Option(help="Minimum frequency for a pair to be merged.")] = 2,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Amount of text to use, from all sources by their size. (default: all)")
+    ] = None,
     text_key: TextKey = "text",
     separator: Separator = None,
     encoding: Encoding = "utf-8",
@@ -139,7 +142,7 @@ def train_tokenizer_command(
         errors.append(error)
 
     manifest = read_manifest(out_dir)
-    documents = iter_documents(source, text_key, separator, encoding, skip)
+    documents = iter_documents(source, text_key, separator, encoding, skip, max_bytes)
     tokenizer = train_tokenizer(documents, vocab_size, min_frequency=min_frequency)
     if errors:
         count = f"{len(errors):,} document{'s' * (len(errors) != 1)}"

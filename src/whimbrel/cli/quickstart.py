@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import shlex
+import shutil
 import statistics
 import tempfile
 import time
@@ -23,14 +24,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whimbrel.cli.data import Encoding, Separator, SkipBad, TextKey, load_named_tokenizer
-from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls, print_text
+from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls, format_escapes, print_text
 from whimbrel.cli.train import Plain, Watch, is_finished, run_training
 from whimbrel.train.callback import TrainerCallback
 
 if TYPE_CHECKING:
     from whimbrel.data.manifest import Manifest
-    from whimbrel.data.sources import Source
     from whimbrel.models import GPTConfig
+    from whimbrel.tokenization import Tokenizer
     from whimbrel.train.sizing import Measurement, Plan
 
 __all__ = ["quickstart"]
@@ -53,6 +54,7 @@ CLOSING_SECONDS = 5.0
 """Reserved for starting training, the last checkpoint, and the final evaluation and sample."""
 SPEED_MARGIN = 0.93
 """Expected speed of the run relative to the measurement: over minutes, other programs and heat slow a machine down."""
+MAX_MINUTES = 1_000_000
 COMPILE_MINUTES = 30.0
 """Compiling takes up to a minute for each depth that is measured, which pays off in runs of this length."""
 BYTES_PER_PARAMETER = 16
@@ -106,15 +108,17 @@ def quickstart(
     from whimbrel.train.sizing import model_of_depth
 
     configure_logging()
-    if not 0 < minutes < 1e6:
-        raise ConfigError(f"expected --minutes > 0, got {minutes:g}")
+    if not 0 < minutes <= MAX_MINUTES:
+        raise ConfigError(f"expected --minutes > 0 and <= {MAX_MINUTES:,}, got {minutes:g}")
     if depth is not None:
         model_of_depth(depth, vocab_size=1)  # raises for an invalid depth
     run = out_dir or Path("runs") / source_name(source[0])
     _check_run_directory(run)
     reading = {"text_key": text_key, "separator": separator, "encoding": encoding, "skip_bad": skip_bad}
     options = {"--minutes": f"{minutes:g}", "--depth": depth, "--out-dir": out_dir, "--tokenizer": tokenizer}
-    job = _Job(source, run, start, 60 * minutes, depth, tokenizer, reading, _command(source, options, reading))
+    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    command = _one_line(shlex.join(["whimbrel", "quickstart", *source, *given, *_reading_options(reading)]))
+    job = _Job(source, run, start, 60 * minutes, depth, tokenizer, reading, command)
     if not job.config_exists():
         job.write_config()
     from whimbrel.train import load_run_config
@@ -148,13 +152,14 @@ def _check_run_directory(run: Path) -> None:
         raise ConfigError(f"expected a directory for --out-dir, got {run}: {parent} is a file")
 
 
-def _command(source: Sequence[str], options: Mapping[str, Any], reading: Mapping[str, Any]) -> str:
-    """The command line, in a normal form: without options that do not affect the run."""
-    defaults = {"text_key": "text", "separator": None, "encoding": "utf-8", "skip_bad": False}
-    given = {name: value for name, value in options.items() if value is not None}
-    given |= {f"--{name.replace('_', '-')}": value for name, value in reading.items() if value != defaults[name]}
-    words = [word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])]
-    return escape_controls(shlex.join(["whimbrel", "quickstart", *source, *words]).replace("\n", "\\n"))
+def _reading_options(reading: Mapping[str, Any]) -> list[str]:
+    """The options for reading text that are not the default."""
+    options = ["--text-key", reading["text_key"]] if reading["text_key"] != "text" else []
+    if reading["separator"] is not None:
+        options += ["--separator", format_escapes(reading["separator"])]
+    if reading["encoding"] != "utf-8":
+        options += ["--encoding", reading["encoding"]]
+    return [*options, *["--skip-bad"] * reading["skip_bad"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,13 @@ class _Job:
     @property
     def data(self) -> Path:
         return Path("data") / self.run.name
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """The depths to choose from, in ascending order."""
+        from whimbrel.train.sizing import DEPTHS
+
+        return DEPTHS if self.depth is None else (self.depth,)
 
     def remaining(self) -> float:
         return self.seconds - (time.monotonic() - self.start)
@@ -232,7 +244,7 @@ class _Job:
         plan, measured = self._choose(manifest)
         reasons = list(self._explain(plan, measured, manifest))
         print("\n".join(reasons), flush=True)
-        header = "\n".join([f"Written by: {self.command}", "", *reasons, "", *self._commands(manifest)])
+        header = [f"Written by: {self.command}", "", *reasons, "", *map(_one_line, self._commands(manifest))]
         text = config_text(
             plan, output_dir=self.run, data=self.data, device_settings=_device_settings(self.seconds), header=header
         )
@@ -246,7 +258,7 @@ class _Job:
         from whimbrel.base.errors import DataError
         from whimbrel.data.prepare import available_cores, prepare
         from whimbrel.data.sources import check_encoding, check_separator, resolve_sources
-        from whimbrel.train.sizing import choose_vocab_size
+        from whimbrel.train.sizing import choose_vocab_size, model_of_depth
 
         sources = resolve_sources(self.source)
         check_separator(self.reading["separator"], sources)
@@ -263,8 +275,9 @@ class _Job:
         else:
             vocab_size = choose_vocab_size(min(size, limit))
             print(f"Tokenizer: training one with {vocab_size:,} tokens", flush=True)
-            loaded = self._train_tokenizer(sources, vocab_size)
+            loaded = self._train_tokenizer(vocab_size)
         val_tokens = min(max(int(VAL_SHARE * size / BYTES_PER_TOKEN), MIN_VAL_TOKENS), MAX_VAL_TOKENS)
+        is_new = not self.data.exists()
         manifest = prepare(
             self.source,
             self.data,
@@ -277,41 +290,38 @@ class _Job:
             progress=ProgressBar(),
             **self.reading,
         )
-        if (tokens := manifest.tokens("train")) < MIN_TRAIN_TOKENS:
-            raise DataError(f"expected at least {MIN_TRAIN_TOKENS:,} training tokens, got {tokens:,}: add more text")
+        context = model_of_depth(self.depths[0], vocab_size=1).context_length
+        for split, minimum in (("training", MIN_TRAIN_TOKENS), ("validation", context + 1)):
+            if (tokens := manifest.tokens("train" if split == "training" else "val")) < minimum:
+                if is_new:
+                    shutil.rmtree(self.data)  # so that the same command works with more text
+                raise DataError(f"expected at least {minimum:,} {split} tokens, got {tokens:,}: add more text")
         return manifest
 
-    def _train_tokenizer(self, sources: Sequence[Source], vocab_size: int) -> Any:
+    def _train_tokenizer(self, vocab_size: int) -> Tokenizer:
         from whimbrel.base.errors import DataError
-        from whimbrel.data.sources import with_skip_hint
+        from whimbrel.data.sources import iter_documents, with_skip_hint
         from whimbrel.tokenization import train_tokenizer
 
-        def texts() -> Iterator[str]:
-            """The beginning of every source."""
-            for source in sources:
-                left = TOKENIZER_BYTES // len(sources)
-                batches = source.batches(
-                    self.reading["text_key"], self.reading["separator"], 0, self.reading["encoding"]
-                )
-                for _, text in (document for batch in batches for document in batch.parse()):
-                    if isinstance(text, DataError):
-                        if not self.reading["skip_bad"]:
-                            raise with_skip_hint(text)
-                        continue
-                    yield text[:left]
-                    left -= len(text)
-                    if left <= 0:
-                        break
+        def skip(error: DataError) -> None:
+            if not self.reading["skip_bad"]:
+                raise with_skip_hint(error) from error
 
-        return train_tokenizer(texts(), vocab_size)
+        text_key, separator, encoding = (self.reading[name] for name in ("text_key", "separator", "encoding"))
+        documents = iter_documents(self.source, text_key, separator, encoding, skip, TOKENIZER_BYTES)
+        return train_tokenizer(documents, vocab_size)
 
     def _choose(self, manifest: Manifest) -> tuple[Plan, list[Measurement]]:
         """The plan, and the measured speeds, starting with the chosen depth."""
         from whimbrel.train.device import choose_device
-        from whimbrel.train.sizing import DEPTHS, choose_depth, choose_plan
+        from whimbrel.train.sizing import choose_depth, choose_plan, model_of_depth
 
-        vocab_size, train_tokens = manifest.tokenizer.vocab_size, manifest.tokens("train")
-        depths = _depths_in_memory(DEPTHS if self.depth is None else (self.depth,), vocab_size)
+        vocab_size, train_tokens, val_tokens = manifest.tokenizer.vocab_size, *map(manifest.tokens, ("train", "val"))
+        depths = [
+            depth
+            for depth in _depths_in_memory(self.depths, vocab_size)
+            if model_of_depth(depth, vocab_size).context_length < val_tokens
+        ]
         measured = choose_depth(
             self._measure_speed,
             vocab_size,
@@ -324,13 +334,18 @@ class _Job:
             measured[0],
             vocab_size,
             train_tokens=train_tokens,
-            val_tokens=manifest.tokens("val"),
+            val_tokens=val_tokens,
             seconds=SPEED_MARGIN * (self.remaining() - CLOSING_SECONDS),
         )
         return plan, measured
 
-    def _measure_speed(self, model: GPTConfig, tokens_per_step: int) -> float:
-        """Tokens per second of training steps with the settings of the run, in a temporary run directory."""
+    def _measure_speed(self, model: GPTConfig, tokens_per_step: int) -> float | None:
+        """Tokens per second of training steps with the settings of the run, in a temporary run directory.
+
+        None if they do not fit in the memory of the GPU.
+        """
+        import torch
+
         from whimbrel.train import Trainer
         from whimbrel.train.config import build_run_config
         from whimbrel.train.sizing import Plan, config_text
@@ -345,13 +360,17 @@ class _Job:
         settings = _device_settings(self.seconds)
         with tempfile.TemporaryDirectory(prefix="whimbrel-") as folder, _only_warnings():
             text = config_text(
-                plan, output_dir=Path(folder) / "run", data=self.data, device_settings=settings, header=""
+                plan, output_dir=Path(folder) / "run", data=self.data, device_settings=settings, header=()
             )
             table = tomllib.loads(text) | {"log": {"progress": False}}
             table["checkpoint"] = {"at_end": False, "every_minutes": None}
             del table["validation"], table["sample"]
             trainer = Trainer.from_config(build_run_config(table), callbacks=[timer])
-            trainer.train()
+            try:
+                trainer.train()
+            except torch.OutOfMemoryError:
+                print(f"Depth {model.num_layers} does not fit in memory", flush=True)
+                return None
         if trainer.received_signal is not None:
             raise KeyboardInterrupt
         return timer.tokens_per_second
@@ -383,19 +402,16 @@ class _Job:
     def _commands(self, manifest: Manifest) -> Iterator[str]:
         """The equivalent separate commands."""
         settings, vocab_size = manifest.settings, manifest.tokenizer.vocab_size
-        reading = {"--text-key": settings.text_key, "--separator": settings.separator, "--encoding": settings.encoding}
-        defaults = {"--text-key": "text", "--separator": None, "--encoding": "utf-8"}
-        options = [f"{name} {shlex.quote(str(value))}" for name, value in reading.items() if value != defaults[name]]
-        options += ["--skip-bad"] * settings.skip_bad
-        source = " ".join([shlex.join(self.source), *options]).replace("\n", "\\n")
+        source = shlex.join([*self.source, *_reading_options(self.reading)])
         data, run = shlex.quote(str(self.data)), shlex.quote(str(self.run))
         total = [] if settings.total_tokens is None else [f"--total-tokens {settings.total_tokens}"]
         yield "The same in separate commands:"
         if self.tokenizer is None:
-            yield f"  whimbrel tokenizer train {source} --vocab-size {vocab_size} --out-dir {data}"
+            size = f"--vocab-size {vocab_size} --max-bytes {TOKENIZER_BYTES}"
+            yield f"  whimbrel tokenizer train {source} {size} --out-dir {data}"
         tokenizer = data if self.tokenizer is None else shlex.quote(self.tokenizer)
         lengths = " ".join([*total, f"--val-tokens {settings.val_tokens}"])
-        yield f"  whimbrel prepare {source} --tokenizer {tokenizer} {lengths} --out-dir {data}"
+        yield f"  whimbrel prepare {source} --tokenizer {tokenizer} {lengths} --name {settings.name} --out-dir {data}"
         yield f"  whimbrel train {shlex.quote(str(self.config_file))}"
         yield f"  whimbrel eval {run} --text {data}"
 
@@ -417,6 +433,8 @@ class _SpeedTimer(TrainerCallback):
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        elif torch.mps.is_available():
+            torch.mps.synchronize()
         if event["state"].global_step < WARMUP_STEPS:
             return
         self._times.append(time.perf_counter())
@@ -461,7 +479,7 @@ def _depths_in_memory(depths: Sequence[int], vocab_size: int) -> list[int]:
     from whimbrel.train.sizing import model_of_depth
 
     if choose_device(None).type == "cuda":
-        memory = torch.cuda.get_device_properties(0).total_memory
+        memory, _ = torch.cuda.mem_get_info(0)
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = {depth: BYTES_PER_PARAMETER * model_of_depth(depth, vocab_size).matrix_parameters for depth in depths}
@@ -508,6 +526,10 @@ def _next_commands(run: Path) -> list[str]:
         f"whimbrel serve {name}  # a page to try it, and an OpenAI-compatible API",
         f"whimbrel export {name} {file}  # for llama.cpp and Ollama",
     ]
+
+
+def _one_line(text: str) -> str:
+    return escape_controls(text).replace("\n", "\\n")
 
 
 def _count(number: int, noun: str) -> str:

@@ -20,12 +20,14 @@ __all__ = [
     "ProgressBar",
     "configure_logging",
     "escape_controls",
+    "format_escapes",
     "parse_escapes",
     "print_table",
     "print_text",
     "warn_once",
 ]
 
+ESCAPED = re.compile(r"\\([nrt\\]|x[0-9a-f]{2}|u[0-9a-f]{4})")
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """All control characters except tab and newline, and bidirectional formatting characters."""
@@ -87,8 +89,13 @@ def escape_controls(text: str) -> str:
 
 
 def parse_escapes(text: str) -> str:
-    """Replace `\\n`, `\\r`, `\\t` and `\\\\` in an option value with the characters they encode."""
-    return re.sub(r"\\([nrt\\])", lambda match: ESCAPES[match[1]], text)
+    """Replace `\\n`, `\\r`, `\\t`, `\\\\`, `\\x01` and `\\u2028` in an option value with the characters they encode."""
+    return ESCAPED.sub(lambda match: ESCAPES.get(match[1]) or chr(int(match[1][1:], 16)), text)
+
+
+def format_escapes(text: str) -> str:
+    """The option value that `parse_escapes` turns into `text`."""
+    return escape_controls(text.replace("\\", "\\\\").replace("\n", "\\n"))
 
 
 def print_text(text: str, end: str = "") -> None:

@@ -263,8 +263,7 @@ class _ShardCollector:
             logger.warning("the source has only %d of the %d training tokens requested", self._train.tokens, total)
         if self._val.tokens < val_tokens:
             logger.warning(
-                "held out only %d of the %d validation tokens requested: the source is too small; pass a smaller "
-                "number, or use --val",
+                "held out only %d of the %d validation tokens requested, because the source is too small",
                 self._val.tokens,
                 val_tokens,
             )

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -183,18 +184,37 @@ def iter_documents(
     separator: str | None = None,
     encoding: str = "utf-8",
     on_error: Callable[[DataError], None] = _raise,
+    max_bytes: int | None = None,
 ) -> Iterator[str]:
-    """The texts of all documents of `sources`, in order; `on_error` is called for each that cannot be read."""
+    """The texts of all documents of `sources`, in order; `on_error` is called for each that cannot be read.
+
+    `max_bytes` limits the amount of text: each source contributes its beginning, in proportion to its size.
+    """
     resolved = resolve_sources(sources)
     check_separator(separator, resolved)
     check_encoding(encoding, resolved)
-    for source in resolved:
-        for batch in source.batches(text_key, separator, 0, encoding):
-            for _, text in batch.parse():
-                if isinstance(text, str):
-                    yield text
-                else:
-                    on_error(text)
+    budget = 0.0
+    for source, share in zip(resolved, _shares(resolved, max_bytes), strict=True):
+        budget += share  # what one source leaves of its share, later ones may use
+        documents = (text for batch in source.batches(text_key, separator, 0, encoding) for _, text in batch.parse())
+        for text in documents:
+            if budget < 1:
+                break
+            if isinstance(text, DataError):
+                on_error(text)
+                continue
+            size = len(text.encode())
+            yield text if size <= budget else text.encode()[: int(budget)].decode(errors="ignore")
+            budget -= min(size, budget)
+
+
+def _shares(sources: Sequence[Source], max_bytes: int | None) -> list[float]:
+    """How many bytes to read of each source; equal shares if the size of one is unknown."""
+    if max_bytes is None:
+        return [math.inf] * len(sources)
+    sizes = [source.text_bytes() for source in sources]
+    weights = [1] * len(sizes) if None in sizes else [size or 0 for size in sizes]
+    return [max_bytes * weight / max(sum(weights), 1) for weight in weights]
 
 
 def check_separator(separator: str | None, sources: Sequence[Source]) -> None:

@@ -196,7 +196,7 @@ def choose_plan(measured: Measurement, vocab_size: int, *, train_tokens: int, va
 
 
 def choose_depth(
-    measure: Callable[[GPTConfig, int], float],
+    measure: Callable[[GPTConfig, int], float | None],
     vocab_size: int,
     *,
     train_tokens: int,
@@ -206,10 +206,10 @@ def choose_depth(
 ) -> list[Measurement]:
     """All measurements, starting with the depth that has the lowest predicted loss after `seconds`.
 
-    `measure(model, tokens_per_step)` returns tokens per second; `flops`, a guess of the device's speed, only decides
-    which depth is measured first. The speed of other depths is extrapolated from the nearest measured one. Small models
-    use a device less efficiently than large ones, so this underestimates larger ones: the search ends once the next
-    larger depth is measured too.
+    `measure(model, tokens_per_step)` returns tokens per second, or None if the model does not fit in memory, which also
+    rules out larger depths. `flops`, a guess of the device's speed, only decides which depth is measured first. The
+    speed of other depths is extrapolated from the nearest measured one. Small models use a device less efficiently than
+    large ones, so this underestimates larger ones: the search ends once the next larger depth is measured too.
     """
     measured: dict[int, Measurement] = {}
 
@@ -230,20 +230,27 @@ def choose_depth(
         batch = tokens_per_step(min(tokens, BATCH_EPOCHS * train_tokens))
         model = model_of_depth(candidate, vocab_size)
         speed = measure(replace(model, dropout=dropout(tokens / train_tokens)), batch)
-        measured[candidate] = Measurement(depth=candidate, tokens_per_step=batch, tokens_per_second=speed)
+        if speed is None:
+            depths = [depth for depth in depths if depth < candidate]
+            if not depths:
+                raise ConfigError(f"expected a --depth that fits in memory, got {candidate}: choose a smaller one")
+        else:
+            measured[candidate] = Measurement(depth=candidate, tokens_per_step=batch, tokens_per_second=speed)
         best = min(depths, key=loss)
         larger = depths[min(depths.index(best) + 1, len(depths) - 1)]
         candidate = next((depth for depth in (best, larger) if depth not in measured), None)
     return sorted(measured.values(), key=lambda measurement: loss(measurement.depth))
 
 
-def config_text(plan: Plan, *, output_dir: Path, data: Path, device_settings: Mapping[str, str], header: str) -> str:
+def config_text(
+    plan: Plan, *, output_dir: Path, data: Path, device_settings: Mapping[str, str], header: Sequence[str]
+) -> str:
     """The run as a commented TOML file for `whimbrel train`.
 
-    `device_settings` are further lines of [train], as TOML values; `header` is written above everything as a comment.
+    `device_settings` are further lines of [train], as TOML values; `header` are lines of a comment above everything.
     """
     model, warmup = plan.model, max(MIN_STEPS // 2, round(0.02 * plan.steps))
-    comment = "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines())
+    comment = "".join(f"# {line}".rstrip() + "\n" for line in header)
     checkpoint_minutes = round(min(max(plan.seconds / 600, 0.5), 10.0), 1)
     settings = "".join(f"{name} = {value}\n" for name, value in device_settings.items())
     return f"""{comment}

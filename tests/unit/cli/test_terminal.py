@@ -20,7 +20,14 @@ from whimbrel.base.errors import DataError
 from whimbrel.cli import terminal as terminal_output
 from whimbrel.cli.generate import chat, generate
 from whimbrel.cli.main import main
-from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls, print_table
+from whimbrel.cli.terminal import (
+    ProgressBar,
+    configure_logging,
+    escape_controls,
+    format_escapes,
+    parse_escapes,
+    print_table,
+)
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
 
@@ -40,6 +47,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_control_characters_are_escaped():
     assert escape_controls(HOSTILE) == r"\x1b]0;title\x07\x1b[2Jhidden\rshown\x9b31m\u202eno\x00\x08"
     assert escape_controls(HARMLESS) == HARMLESS
+
+
+@pytest.mark.parametrize("text", ["\\n\n", "\r\n\t\\x01\x01", "\u2028\\", "<|doc|>", HOSTILE])
+def test_option_values_with_escapes_are_parsed_back(text: str):
+    assert parse_escapes(format_escapes(text)) == text
+    assert escape_controls(format_escapes(text)) == format_escapes(text).replace("\r", "\\r")
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,25 @@ def test_newlines_in_a_separator_match_lf_and_crlf(tmp_path: Path, newline: str,
     (tmp_path / "a.txt").write_bytes(raw)
     expected = [text.replace("\n", newline) for text in texts]
     assert list(iter_documents([str(tmp_path / "a.txt")], separator=separator)) == expected
+
+
+def test_limit_takes_the_beginning_of_every_source_by_its_size(tmp_path: Path) -> None:
+    for name, size in {"a": 6000, "b": 3000, "c": 1000}.items():
+        (tmp_path / f"{name}.txt").write_text(name * size)
+    sources = [str(tmp_path)]
+    assert list(iter_documents(sources, max_bytes=1000)) == ["a" * 600, "b" * 300, "c" * 100]
+    assert list(iter_documents(sources, max_bytes=10_000)) == list(iter_documents(sources))
+
+
+def test_limit_does_not_split_characters(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("äöü")
+    assert list(iter_documents([str(tmp_path)], max_bytes=3)) == ["ä"]
+
+
+def test_rest_of_a_short_document_goes_to_the_next(tmp_path: Path) -> None:
+    rows = [{"text": "a" * 30}, {"text": "b" * 100}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert list(iter_documents([str(tmp_path)], max_bytes=40)) == ["a" * 30, "b" * 10]
 
 
 def test_unused_separator_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -165,11 +166,26 @@ def test_requested_depth_is_the_only_one_measured():
         model_of_depth(0, VOCAB_SIZE)
 
 
+def test_models_that_do_not_fit_in_memory_rule_out_larger_ones():
+    machine = Machine(1e15)
+
+    def measure(model: GPTConfig, batch: int) -> float | None:
+        return machine.measure(model, batch) if model.num_layers <= 6 else None
+
+    def best_depth(depths: Sequence[int]) -> int:
+        best, *_ = choose_depth(measure, VOCAB_SIZE, train_tokens=BILLION, seconds=3600, flops=1e15, depths=depths)
+        return best.depth
+
+    assert best_depth(DEPTHS) == max(depth for depth in DEPTHS if depth <= 6)
+    with pytest.raises(ConfigError, match="fits in memory, got 8"):
+        best_depth((8,))
+
+
 def test_config_is_that_of_the_plan(tmp_path: Path):
     measured = Measurement(depth=3, tokens_per_step=2048, tokens_per_second=5000.0)
     plan = choose_plan(measured, VOCAB_SIZE, train_tokens=400_000, val_tokens=20_000, seconds=100.0)
     run, data = tmp_path / 'run "1"', tmp_path / "data"
-    text = config_text(plan, output_dir=run, data=data, device_settings={"precision": '"bf16"'}, header="a\n\nb")
+    text = config_text(plan, output_dir=run, data=data, device_settings={"precision": '"bf16"'}, header=["a", "", "b"])
     assert text.startswith("# a\n#\n# b\n")
     config = build_run_config(tomllib.loads(text))
     assert config.model.architecture == plan.model
