@@ -50,7 +50,9 @@ def prepare(
     val: Annotated[list[str] | None, typer.Option(help="Source of the validation split; can be repeated.")] = None,
     val_tokens: Annotated[
         int,
-        typer.Option(help="Number of tokens of SOURCE to hold out for validation, as documents or parts of long ones."),
+        typer.Option(
+            help="Number of tokens of SOURCE to hold out for validation, as whole documents or parts of long ones."
+        ),
     ] = 0,
     tokenizer: Annotated[
         str, typer.Option(help="gpt2, a tokenizer.json, a directory with one, or owner/name on the Hub.")
@@ -121,7 +123,10 @@ def train_tokenizer_command(
     ] = 32_768,
     min_frequency: Annotated[int, typer.Option(help="Minimum frequency for a pair to be merged.")] = 2,
     max_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Amount of text to use, from all sources by their size. (default: all)")
+        int | None,
+        typer.Option(
+            min=1, help="Bytes of text to use, taken from each source in proportion to its size. (default: all)"
+        ),
     ] = None,
     text_key: TextKey = "text",
     separator: Separator = None,

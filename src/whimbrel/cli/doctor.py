@@ -24,7 +24,7 @@ MIN_TORCH, MAX_TORCH = (2, 11), (2, 14)
 EXTRAS = {  # extra of pyproject.toml: (package that it installs, purpose)
     "accelerate": ("accelerate", "train with Accelerate (AccelTrainer)"),
     "gguf": ("gguf", "write GGUF files for llama.cpp"),
-    "hf": ("transformers", "load saved models in transformers"),
+    "hf": ("transformers", "load Whimbrel models in transformers"),
     "hub": ("datasets", "use Hub models and datasets by name"),
     "lm-eval": ("lm-eval", "run lm-eval tasks"),
     "lowbit": ("torchao", "fp8 training and QAT"),
@@ -33,7 +33,7 @@ EXTRAS = {  # extra of pyproject.toml: (package that it installs, purpose)
     "remote": ("s3fs", "mirror checkpoints to object storage"),
     "serve": ("fastapi", "serve a model over HTTP"),
     "tensorboard": ("tensorboard", "log to TensorBoard"),
-    "trackio": ("trackio", "log to trackio"),
+    "trackio": ("trackio", "log to Trackio"),
     "wandb": ("wandb", "log to Weights & Biases"),
 }
 GIB = 1024**3

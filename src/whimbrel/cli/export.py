@@ -56,7 +56,8 @@ def finalize(
         bool, typer.Option("--quantize-embeddings", help="Quantize the token embedding and the head too.")
     ] = False,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Which checkpoint of a run to use: latest, best or a step. (default: latest)")
+        str | None,
+        typer.Option(help="Which checkpoint of a run to use: latest, best or a step number. (default: latest)"),
     ] = None,
     dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Dtype of unquantized weights and of scales.")
@@ -81,10 +82,10 @@ def finalize(
     base: Base = None,
     device: Annotated[str | None, typer.Option(help="cuda, mps or cpu. (default: the fastest available)")] = None,
 ) -> None:
-    """Prepare a model for publishing: quantize it, and add tokenizer, chat template, generation config and model card.
+    """Prepare a model for publishing: quantize it and add a tokenizer, chat template, generation config and model card.
 
-    The held-out loss before and after is printed and recorded in README.md and finalize.json. A run with adapters
-    becomes a PEFT directory, or a complete model with --merge.
+    The held-out loss before and after the conversion is printed, and recorded in README.md and finalize.json. A run
+    with adapters becomes a PEFT directory, or a complete model with --merge.
     """
     from whimbrel.tokenization.chat_template import read_template
 
@@ -298,12 +299,13 @@ def push(
         str | None, typer.Option(help="Branch to upload to; created if it does not exist. (default: main)")
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Which checkpoint of a run to use: latest, best or a step. (default: latest)")
+        str | None,
+        typer.Option(help="Which checkpoint of a run to use: latest, best or a step number. (default: latest)"),
     ] = None,
     merge: Merge = False,
     base: Base = None,
 ) -> None:
-    """Upload a model to the Hugging Face Hub, with tokenizer, chat template and model card.
+    """Upload a model to the Hugging Face Hub, with its tokenizer, chat template and a model card.
 
     A run is finalized first, as with `whimbrel finalize`, with the held-out loss in the model card. A directory
     written by `whimbrel finalize` is uploaded as is; to quantize, run that first. A run with adapters becomes a PEFT

@@ -74,7 +74,8 @@ def control(
     """Show the status of a running training job, or make it save, stop or abort.
 
     The action takes effect after the current step. stop ends the run as if it had reached its last step, with the
-    configured evaluation and checkpoint; save-stop saves and ends without an evaluation; abort ends without either.
+    configured evaluation and checkpoint; save-stop saves a checkpoint and ends the run without an evaluation; abort
+    ends the run without either.
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.cli.terminal import print_table

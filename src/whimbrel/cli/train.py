@@ -87,9 +87,9 @@ def train(
 ) -> None:
     """Train a model.
 
-    `whimbrel recipes` lists the recipes. Override any setting with --section.name=value; none turns off an optional
-    one. If the output directory contains a run, training resumes from its newest checkpoint. Ctrl-C finishes the step,
-    saves and stops.
+    `whimbrel recipes` lists the recipes. Override any setting with --section.name=value; the value none turns off an
+    optional one. If the output directory contains a run, training resumes from its newest checkpoint. Ctrl-C finishes
+    the step, saves and stops.
 
     Uses all visible GPUs (docs/distributed.md). On multiple nodes, run torchrun ... -m whimbrel train CONFIG on each.
     """
@@ -338,7 +338,7 @@ def _notes(config: RunConfig, current: MemoryPrediction) -> Iterator[str]:
 
     parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in current.at_peak.items())
     yield f"Peak with {current.optimizer}: {parts}."
-    yield "Columns peak at different times, so they may add up to more than the peak."
+    yield "The columns peak at different times, so they may add up to more than the peak."
     if current.device == "cuda":
         yield "Fragmentation may add a few percent, and the CUDA context takes about half a GiB."
     if config.train.compile:
