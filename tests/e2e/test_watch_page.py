@@ -136,7 +136,7 @@ def test_the_page_without_its_key_asks_for_it(page: Page) -> None:
     url, key = page.link.split("/#key=")
     page.run("sessionStorage.clear()")
     page.browser.get(url)
-    page.until(lambda: "API key" in page.find("#status").text)
+    page.until(lambda: "requires a key" in page.find("#status").text)
     assert page.charts() == []
     page.find("#key").send_keys(key, Keys.ENTER)
     page.until(lambda: len(page.charts()) == 5)

@@ -306,7 +306,7 @@ class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: bool = False
-    """Send the token counts in a last event before [DONE]."""
+    """Send the token counts in a final event before [DONE]."""
     include_obfuscation: Literal[False] = False
     """Obfuscation (padding of events) is not supported."""
 
@@ -361,7 +361,7 @@ class CompletionRequest(GenerationRequest):
     """A string, a list of strings, a list of token ids or a list of token id lists; an empty
     string starts a new document."""
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER] | None = None
-    """Maximum number of new tokens (default: 16). 0 only evaluates the prompt, for echo with logprobs."""
+    """Maximum number of new tokens (default: 16). 0 only scores the prompt, for echo with logprobs."""
     parse_special: bool | None = None
     """Whether to parse special tokens such as <|im_start|> in a text prompt (default) or treat them as plain text.
     Token ids are used as given, and special tokens in chat messages are never parsed."""

@@ -61,7 +61,7 @@ export function copyButton(text, name = "Copy") {
       await copy(typeof text === "function" ? text() : text);
       button.textContent = "Copied";
     } catch {
-      button.textContent = "Not copied";
+      button.textContent = "Copy failed";
     }
     setTimeout(() => (button.textContent = name), 1500);
   });

@@ -64,7 +64,10 @@ async function call(path, options = {}) {
   const response = await fetch(path, { ...options, headers });
   const body = await response.json().catch(() => null);
   if (response.ok) return body;
-  if (response.status === 401) askForKey();
+  if (response.status === 401) {
+    askForKey();
+    throw new Error(key ? "The key is incorrect." : "This page requires a key.");
+  }
   throw new Error(errorMessage(response, body, key));
 }
 
