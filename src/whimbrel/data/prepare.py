@@ -263,7 +263,8 @@ class _ShardCollector:
             logger.warning("the source has only %d of the %d training tokens requested", self._train.tokens, total)
         if self._val.tokens < val_tokens:
             logger.warning(
-                "held out only %d of the %d validation tokens requested, because the source is too small",
+                "held out only %d of the %d validation tokens requested, because the source is too small: add text, or "
+                "pass validation files with `whimbrel prepare --val`",
                 self._val.tokens,
                 val_tokens,
             )

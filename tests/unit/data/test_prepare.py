@@ -138,7 +138,7 @@ def test_single_short_document_cannot_be_split_for_validation(
     else:
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", GPT2, name="a", val_tokens=50)
         assert "held out only 0 of the 50 validation tokens" in caplog.text
-        assert "use --val" in caplog.text
+        assert "prepare --val" in caplog.text
 
 
 def test_large_vocabulary_is_stored_as_uint32(
