@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from itertools import compress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.cpu_decoder import CpuDecoder, create_decoder
 from whimbrel.inference.paged_cache import BlockPool, ContiguousCache, PagedBatch
 from whimbrel.models import GPT, KVCache
+from whimbrel.models.layers import eval_mode
 
 __all__ = ["Chunk", "DecodeGraphs", "ModelRunner", "decode_one", "prefill"]
 
@@ -29,6 +31,20 @@ MIN_TABLE_TOKENS = 256
 
 NO_RECOMPILE_LIMIT = 2**31 - 1
 """Effectively disables the recompile limits of torch."""
+
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def _inference(method: MethodT) -> MethodT:
+    """Decorate a method to run in inference mode, and the model without dropout."""
+
+    @wraps(method)
+    def run(self: ModelRunner | DecodeGraphs, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(), eval_mode(self.model):
+            return method(self, *args, **kwargs)
+
+    return cast(MethodT, run)
 
 
 class Chunk(NamedTuple):
@@ -54,12 +70,12 @@ class ModelRunner:
         *,
         cpu_kernels: bool = True,
     ) -> None:
-        self._model, self._pool, self._graphs, self._selection = model, pool, graphs, selection
+        self.model, self._pool, self._graphs, self._selection = model, pool, graphs, selection
         self._uses_cpu_kernels = cpu_kernels and graphs is None and selection is None
         self._cpu_decoder: CpuDecoder | None = None
         self._has_compiled_layers = any(module._compiled_call_impl is not None for module in model.modules())
 
-    @torch.inference_mode()
+    @_inference
     def decode(self, chunks: Sequence[Chunk]) -> Tensor:
         """Process one token of each sequence; the logits (sequences, vocabulary) of the next token."""
         if self._graphs is not None:
@@ -70,7 +86,7 @@ class ModelRunner:
             return torch.cat(decoder.run(chunks, [[0]] * len(chunks)))
         tokens, cache = self._inputs(chunks)
         with _run_eagerly() if self._has_compiled_layers else nullcontext():
-            logits: Tensor = self._model(tokens, cache=cache).logits
+            logits: Tensor = self.model(tokens, cache=cache).logits
         return logits[:, -1]
 
     def warm_up(self) -> None:
@@ -82,11 +98,11 @@ class ModelRunner:
         if self._cpu_decoder is not None and self._cpu_decoder.is_current:
             return self._cpu_decoder
         if self._uses_cpu_kernels:
-            self._cpu_decoder = create_decoder(self._model, self._pool)
+            self._cpu_decoder = create_decoder(self.model, self._pool)
             self._uses_cpu_kernels = self._cpu_decoder is not None
         return self._cpu_decoder
 
-    @torch.inference_mode()
+    @_inference
     def decode_steps(self, chunks: Sequence[Chunk], steps: int) -> list[list[int]]:
         """`steps` greedy tokens of each sequence, -1 for non-finite logits; synchronizes once. Needs graphs."""
         assert self._graphs is not None
@@ -99,7 +115,7 @@ class ModelRunner:
         if self._selection is not None:
             self._selection.set([chunk.table.adapter for chunk in chunks])
 
-    @torch.inference_mode()
+    @_inference
     def prefill(self, chunks: Sequence[Chunk], offsets: Sequence[Sequence[int]]) -> list[Tensor]:
         """Process several tokens of each sequence; the logits (offsets, vocabulary) after the tokens at `offsets`."""
         if (decoder := self._decoder()) is not None:
@@ -116,11 +132,11 @@ class ModelRunner:
         """`prefill` in PyTorch."""
         tokens, cache = self._inputs(chunks)
         with _run_eagerly() if self._has_compiled_layers else nullcontext():
-            hidden = self._model.hidden_states(tokens, cache=cache)
+            hidden = self.model.hidden_states(tokens, cache=cache)
         width = tokens.size(1)
         flat_indices = [index * width + offset for index, each in enumerate(offsets) for offset in each]
         index = torch.tensor(flat_indices, dtype=torch.long, device=hidden.device)
-        logits = self._model.logits(hidden.flatten(0, 1)[index])
+        logits = self.model.logits(hidden.flatten(0, 1)[index])
         return list(logits.split([len(each) for each in offsets]))
 
     def _inputs(self, chunks: Sequence[Chunk]) -> tuple[Tensor, KVCache]:
@@ -188,7 +204,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: GPT, pool: BlockPool, *, max_batch: int, compile_step: bool) -> None:
-        self._model, self._pool = model, pool
+        self.model, self._pool = model, pool
         self._max_blocks = -(-model.config.context_length // pool.block_size)
         self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
         self._compiled = compile_step
@@ -217,7 +233,7 @@ class DecodeGraphs:
         # From 2: torch.compile treats a size of 1 as a constant.
         return min(self._max_blocks, max(2, minimum, 1 << (blocks - 1).bit_length() if cuda else blocks))
 
-    @torch.inference_mode()
+    @_inference
     def warm_up(self) -> None:
         """Compile the step and capture graphs ahead of the first request.
 
@@ -272,7 +288,7 @@ class DecodeGraphs:
 
     def _decode(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         batch = PagedBatch(self._pool, tables, starts, counts)
-        logits: Tensor = self._model(tokens, cache=batch).logits[:, -1]
+        logits: Tensor = self.model(tokens, cache=batch).logits[:, -1]
         max_logits, argmax = logits.max(-1)
         tokens.copy_(argmax[:, None])
         starts.add_(counts)
@@ -321,7 +337,7 @@ def _select(
 
 def prefill(model: GPT, ids_BT: Tensor, cache: KVCache) -> Tensor:
     """Process tokens with any KV cache, eagerly; the logits (B, V) of the next token of each sequence."""
-    with torch.inference_mode(), _run_eagerly():
+    with torch.inference_mode(), eval_mode(model), _run_eagerly():
         ids_BT = ids_BT.to(model.lm_head.weight.device)
         return cast(Tensor, model(ids_BT, cache=cache, logits_to_keep=1).logits)[:, -1]
 

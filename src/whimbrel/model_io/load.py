@@ -181,10 +181,10 @@ def load_model(
 ) -> GPT:
     """Load a model without its tokenizer.
 
-    By default weights are on the CPU in their stored dtype. `quantize` (int8, int8-dynamic, int4 or fp8) quantizes the
-    linear layers of an unquantized model while reading it, one tensor at a time on the device, so that the unquantized
-    model is never in memory; `quantize_embeddings` includes the token embedding and the head. A quantized directory is
-    loaded in its own format.
+    The model is in evaluation mode. By default, weights are on the CPU in their stored dtype. `quantize` (int8,
+    int8-dynamic, int4 or fp8) quantizes the linear layers of an unquantized model while reading it, one tensor at a
+    time on the device, so that the unquantized model is never in memory; `quantize_embeddings` includes the token
+    embedding and the head. A quantized directory is loaded in its own format.
 
     An adapter is loaded with its base model, whose linear layers are quantized as in training unless `quantize`
     overrides it. `merge` merges the adapter into the weights, dequantizing them if necessary; by default, it is merged
@@ -257,7 +257,7 @@ def load_base_model(
             parameter.copy_(weights[name].to(parameter.device))
 
     load_into(model, read, recipe, device=device or "cpu")
-    return model
+    return model.eval()
 
 
 def _stored_format(source: Path) -> WeightFormat | None:
@@ -292,7 +292,7 @@ def _load_directory(
         model.name_or_path = str(source)
         if recipe is not None:
             finalize(model, recipe)
-        return model
+        return model.eval()
     model_type, config, stored = read_config(source)
     if recipe is not None and stored not in (None, recipe.load):
         raise CheckpointError(f"{source} is already quantized as {stored.name}, not {recipe.name}: omit quantize")
@@ -320,7 +320,7 @@ def _load_directory(
         read(model)
     else:
         load_into(model, read, recipe, device=device or "cpu")
-    return model
+    return model.eval()
 
 
 def load_weights(model: GPT, path: str | os.PathLike[str]) -> None:

@@ -104,7 +104,8 @@ class GPTConfig:
     """Number of token embeddings that are mixed into the values of attention: table i in layer i and, counted from the
     end, in layer `num_layers - value_embeddings + i`. At most half of `num_layers`."""
     dropout: float = 0.0
-    """Dropout probability in training, for the embedding and the outputs of attention and MLP."""
+    """Dropout probability in training, for the embedding and the outputs of attention and MLP. Not stored in model
+    directories: loaded models have none."""
     init_std: float = 0.02
     """Standard deviation of the initial weights of linear layers."""
     embd_init_std: float = 0.02

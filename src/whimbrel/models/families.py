@@ -208,9 +208,9 @@ FAMILIES = {
     ),
     "whimbrel": Family(
         "WhimbrelForCausalLM",
-        lambda table: build(GPTConfig, _object(_required(table, "gpt"), "gpt"), "gpt"),
+        lambda table: replace(build(GPTConfig, _object(_required(table, "gpt"), "gpt"), "gpt"), dropout=0.0),
         lambda config: {
-            "gpt": to_table(config),
+            "gpt": to_table(replace(config, dropout=0.0)),
             "tie_word_embeddings": config.tied_head,
             "vocab_size": config.vocab_size,
         },

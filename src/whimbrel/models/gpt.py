@@ -151,6 +151,12 @@ class GPT(nn.Module):
                     module.bias.zero_()
         self.zero_padding()
 
+    def set_dropout(self, probability: float) -> None:
+        """Change `config.dropout`."""
+        self.config = replace(self.config, dropout=probability)
+        for block in self.blocks:
+            block.dropout = probability
+
     @torch.no_grad()
     def zero_padding(self) -> None:
         """Zero the rows of embeddings and head beyond `vocab_size`."""

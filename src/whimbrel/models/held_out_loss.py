@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from whimbrel.models.gpt import GPT, IGNORE_INDEX
+from whimbrel.models.layers import eval_mode
 
 __all__ = ["HeldOutLoss", "LossAccumulator", "held_out_loss", "perplexity"]
 
@@ -79,7 +80,8 @@ class LossAccumulator:
 def held_out_loss(model: GPT, batches: Iterable[Mapping[str, Any]]) -> HeldOutLoss:
     """The loss of a model over batches with `input_ids`, `targets` and other arguments of `GPT.forward`."""
     total = LossAccumulator()
-    for batch in batches:
-        output = model(**batch, num_items_in_batch=1.0)
-        total.add(output.loss, (batch["targets"] != IGNORE_INDEX).sum())
+    with eval_mode(model):
+        for batch in batches:
+            output = model(**batch, num_items_in_batch=1.0)
+            total.add(output.loss, (batch["targets"] != IGNORE_INDEX).sum())
     return total.result() or HeldOutLoss(0.0, 0)

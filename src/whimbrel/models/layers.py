@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -31,6 +32,7 @@ __all__ = [
     "attention_masks",
     "causal_mask",
     "drop",
+    "eval_mode",
     "packed_documents",
     "padded_positions",
     "rope_frequencies",
@@ -345,6 +347,20 @@ class Block(nn.Module):
 def drop(x: Tensor, probability: float, training: bool) -> Tensor:
     """Dropout; without any, nothing is computed and no random numbers are drawn."""
     return F.dropout(x, probability) if probability and training else x
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Without gradients and dropout; a model in training mode returns to it."""
+    was_training = model.training
+    if was_training:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if was_training:
+            model.train()
 
 
 def _activate(name: str, x: Tensor) -> Tensor:

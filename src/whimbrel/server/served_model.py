@@ -181,7 +181,7 @@ def load_served_model(
     """
     source = open_model(path, tokenizer, base=base)
     template = source.chat_template()  # errors appear before the weights are loaded
-    model = source.load_model(device=device, quantize=quantize).eval()
+    model = source.load_model(device=device, quantize=quantize)
     return _served_model(source, model, name or Path(path).absolute().name, None, template)
 
 

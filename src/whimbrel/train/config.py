@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -596,6 +596,7 @@ class RunConfig(TrainerConfig):
             stored, default = read_architecture(locate_model(self.model.path)), GPTConfig()
             changed = [f.name for f in fields(GPTConfig) if getattr(model, f.name) != getattr(default, f.name)]
             _check_architecture(model, stored, self.model.path, changed)
+            stored = replace(stored, dropout=model.dropout)
             object.__setattr__(
                 self, "model", ModelConfig.from_architecture(stored, self.model.path, self.model.weights)
             )
@@ -753,7 +754,7 @@ def _model_table(table: dict[str, Any]) -> dict[str, Any]:
     """The `[model]` table with the architecture from the directory `path`; raises if other keys conflict with it."""
     path: Path = convert(Path, table["path"], "model.path")
     overrides = {key: value for key, value in table.items() if key not in ("path", "weights")}
-    weights = {"weights": table["weights"]} if "weights" in table else {}
+    training = {key: table[key] for key in ("weights", "dropout") if key in table}
     if "preset" in overrides:
         raise ConfigError("expected model.path or model.preset, got both: remove one")
     if not path.exists() and to_table(GPTConfig()).keys() <= overrides.keys():
@@ -761,13 +762,13 @@ def _model_table(table: dict[str, Any]) -> dict[str, Any]:
     path = resolve_path(path)
     stored = read_architecture(locate_model(path))
     _check_architecture(build(GPTConfig, to_table(stored) | overrides, "model"), stored, path, overrides)
-    return to_table(stored) | weights | {"path": str(path)}
+    return to_table(stored) | training | {"path": str(path)}
 
 
 def _check_architecture(requested: GPTConfig, stored: GPTConfig, path: Path, names: Iterable[str]) -> None:
-    """Raise if one of the settings `names` differs from that of the model in `path`."""
+    """Raise if one of the settings `names` differs from that of the model in `path`; only dropout may."""
     for name in names:
-        if getattr(requested, name) != getattr(stored, name):
+        if name != "dropout" and getattr(requested, name) != getattr(stored, name):
             raise ConfigError(
                 f"model.{name} = {getattr(requested, name)} conflicts with model.path = {path}, which has "
                 f"{getattr(stored, name)}: remove model.{name}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.distributed import World
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.models.held_out_loss import HeldOutLoss, LossAccumulator
+from whimbrel.models.layers import eval_mode
 from whimbrel.precision import MixedPrecision
 from whimbrel.train.objectives import ComputeLossObjective, DummyBatch, Objective, logits_from_outputs
 
@@ -23,7 +23,6 @@ __all__ = [
     "EvalPrediction",
     "PredictionOutput",
     "call_compute_metrics",
-    "eval_mode",
     "evaluate_batches",
     "find_metric",
     "get_labels",
@@ -198,17 +197,6 @@ def has_metric(metrics: Container[str], name: str) -> bool:
 def greater_is_better(name: str, setting: bool | None = None) -> bool:
     """`setting` if it is not None; otherwise false for names that contain loss or perplexity."""
     return setting if setting is not None else not any(part in name for part in ("loss", "perplexity"))
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def _has_tensors(value: Any) -> bool:

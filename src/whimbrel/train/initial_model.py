@@ -125,6 +125,7 @@ def _load_model(
                 initialize_lora(model, config.train.seed)
 
         defer_loading(model, load)
+    model.set_dropout(config.model.dropout)
     model.name_or_path = str(source)  # for a run, its checkpoint: later ones have different weights
     return model
 

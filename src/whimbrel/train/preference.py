@@ -30,8 +30,8 @@ from torch.nn import functional as F
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.distributed import unwrap
 from whimbrel.models import IGNORE_INDEX
+from whimbrel.models.layers import eval_mode
 from whimbrel.ops import linear_log_probs
-from whimbrel.train.evaluation import eval_mode
 from whimbrel.train.objectives import Batch, LossOutput, Objective, logits_from_outputs
 
 __all__ = ["DPO", "ORPO", "REFERENCE_COLUMN", "PreferenceObjective", "model_inputs", "token_log_probs"]

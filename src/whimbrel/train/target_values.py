@@ -22,8 +22,8 @@ from whimbrel.base.errors import DataError
 from whimbrel.base.files import atomic_directory, parse_json
 from whimbrel.distributed import World
 from whimbrel.models import IGNORE_INDEX
+from whimbrel.models.layers import eval_mode
 from whimbrel.train.batches import collate, to_device
-from whimbrel.train.evaluation import eval_mode
 from whimbrel.train.preference import REFERENCE_COLUMN, token_log_probs
 
 __all__ = ["TargetValuesDataset", "compute_target_values", "precompute_reference"]

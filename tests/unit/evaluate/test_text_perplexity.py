@@ -27,6 +27,17 @@ def test_results_equal_those_of_one_forward_pass(scorer):
     assert found.bits_per_byte == pytest.approx(loss * (len(ids) - 1) / math.log(2) / len(TEXTS[0]), rel=1e-5)
 
 
+def test_models_in_training_mode_are_scored_without_dropout(scorer):
+    expected = perplexity(scorer, TEXTS)
+    scorer.model.set_dropout(0.5)
+    try:
+        scorer.model.train()
+        assert perplexity(scorer, TEXTS) == expected
+        assert scorer.model.training
+    finally:
+        scorer.model.set_dropout(0)
+
+
 def test_documents_add_up_and_bytes_are_utf8(scorer):
     found = perplexity(scorer, TEXTS)
     alone = [perplexity(scorer, [text]) for text in TEXTS if text]

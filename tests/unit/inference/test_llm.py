@@ -55,6 +55,16 @@ def test_prompts_in_a_batch_get_the_tokens_they_get_alone(models, kind, settings
         assert completion.finish_reason == "length"
 
 
+@pytest.mark.parametrize("options", [{}, {"cpu_kernels": False}, {"compile": True}], ids=str)
+def test_models_in_training_mode_generate_without_dropout(options):
+    model = add_noise(GPT(replace(KINDS["llama3"], dropout=0.5)))
+    llm, expected = LLM(model, **options), generate(model.eval(), [5, 6, 7] * 4, max_new_tokens=8, temperature=0)
+    model.train()
+    [output] = llm.generate([[5, 6, 7] * 4], GREEDY, max_new_tokens=8, ignore_eos=True)
+    assert output.outputs[0].tokens == expected
+    assert all(module.training for module in model.modules())
+
+
 def test_a_finished_sequence_does_not_affect_the_others(model):
     alone = [generate(model, prompt, max_new_tokens=40, seed=1) for prompt in PROMPTS]
     ends = {alone[0][3], alone[1][9], alone[2][20]}

@@ -41,6 +41,23 @@ def test_load_weights_copies_in_place(model, saved):
         load_weights(GPT(replace(model.config, embd_size=32)), saved)
 
 
+@pytest.mark.parametrize("value_embeddings", [0, 1])  # as a Llama, and in the format of Whimbrel
+def test_dropout_is_a_setting_of_training_and_not_stored(model, tmp_path, value_embeddings):
+    config = replace(model.config, num_layers=2, value_embeddings=value_embeddings, layer_types=None, dropout=0.5)
+    trained = GPT(config)
+    save_model(trained, tmp_path / "dropout")
+    loaded = load_model(tmp_path / "dropout")
+    assert loaded.config.dropout == 0
+    assert not any(module.training for module in loaded.modules())
+    x = torch.randint(50, (2, 9))
+    assert torch.equal(loaded.train()(x).logits, trained.eval()(x).logits)
+    loaded.set_dropout(0.5)
+    torch.manual_seed(0)
+    expected = trained.train()(x).logits
+    torch.manual_seed(0)
+    assert torch.equal(loaded(x).logits, expected)
+
+
 def test_loaded_model_trains_with_a_tied_head(tmp_path):
     model = GPT(GPTConfig(context_length=16, vocab_size=50, num_layers=1, embd_size=16, num_heads=2))
     save_model(model, tmp_path / "model")

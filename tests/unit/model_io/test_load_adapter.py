@@ -81,6 +81,15 @@ def test_an_adapter_is_merged_with_an_unquantized_base(base, tmp_path, settings)
     assert torch.equal(logits(kept), logits(model))
 
 
+def test_dropout_of_adapters_is_off_after_loading(base, tmp_path):
+    save_adapter(adapted(base, dropout=0.5), tmp_path / "adapter")
+    loaded = whimbrel.load_model(tmp_path / "adapter", quantize="int8")
+    assert find_lora_config(loaded).dropout == 0.5
+    assert torch.equal(loaded(IDS).logits, loaded(IDS).logits)
+    loaded.train()
+    assert not torch.equal(loaded(IDS).logits, loaded(IDS).logits)
+
+
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_base_that_was_quantized_in_training_is_quantized_again_and_keeps_its_adapter(

@@ -18,6 +18,7 @@ from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.config import dump_toml, to_table
 from whimbrel.data import TokenDataLoader
 from whimbrel.model_io import load_model
+from whimbrel.models import GPT
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, TrainingArguments, load_run_config, read_log, train
 from whimbrel.train.config import ModelConfig, build_run_config
 
@@ -49,6 +50,17 @@ def make(make_run: MakeRun, directory: Path) -> MakeRun:
         return build_run_config(table | {"model": {"path": str(directory), **own}})
 
     return continued
+
+
+def test_dropout_can_be_set_for_existing_weights(make: MakeRun) -> None:
+    config = make(model__dropout=0.5)
+    assert config.model.dropout == 0.5
+    model = Trainer.from_config(config).model
+    assert isinstance(model, GPT)
+    assert [model.config.dropout, *(block.dropout for block in model.blocks)] == [0.5] * 3
+    assert make().model.dropout == 0
+    with pytest.raises(ConfigError, match="num_layers = 3 conflicts with model.path"):
+        make(model__dropout=0.5, model__num_layers=3)
 
 
 @pytest.mark.parametrize("directory", ["llama", "gpt2"], indirect=True)

@@ -20,6 +20,7 @@ from whimbrel.base.files import PARTIAL, remove_stale
 from whimbrel.config import build
 from whimbrel.distributed.state import copy_full_, is_dtensor, lazy_gather_state, row_orders, to_local
 from whimbrel.distributed.strategy import norms, reshard_
+from whimbrel.models.layers import eval_mode
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train.callback import TrainerCallback, TrainerControl
 from whimbrel.train.config import DivergenceConfig
@@ -246,14 +247,9 @@ class SampleCallback(TrainerCallback):
         return control
 
     def _generate(self, model: nn.Module, step: int) -> str:
-        training = model.training
         devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
-        model.eval()
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)):
-                return self._sample(model, step)
-        finally:
-            model.train(training)
+        with eval_mode(model), torch.random.fork_rng(devices=sorted(devices)):
+            return self._sample(model, step)
 
 
 class EmaCallback(TrainerCallback):
