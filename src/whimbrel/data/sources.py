@@ -54,6 +54,9 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 FINGERPRINT_BYTES = 1 << 16
 """Bytes hashed at each end of a file to identify it."""
 
+INVALID_BYTES = "whimbrel-invalid-bytes"
+codecs.register_error(INVALID_BYTES, lambda error: ("\udcff", error.end))  # type: ignore[attr-defined]
+
 BATCH_BYTES = 1 << 20
 """Approximate size of a batch of text; a longer document forms a batch alone."""
 BATCH_DOCUMENTS = 64
@@ -196,16 +199,20 @@ def iter_documents(
     budget = 0.0
     for source, share in zip(resolved, _shares(resolved, max_bytes), strict=True):
         budget += share  # what one source leaves of its share, later ones may use
-        documents = (text for batch in source.batches(text_key, separator, 0, encoding) for _, text in batch.parse())
-        for text in documents:
+        batches = source.batches(text_key, separator, 0, encoding)
+        for batch, number, text in ((each, row, text) for each in batches for row, text in each.parse()):
             if budget < 1:
                 break
-            if isinstance(text, DataError):
-                on_error(text)
+            try:
+                data = text.encode() if isinstance(text, str) else text
+            except UnicodeEncodeError as error:
+                where = f"{batch.location} {number}"
+                data = DataError(f"{where}: expected valid Unicode, got a lone surrogate at character {error.start}")
+            if isinstance(data, DataError):
+                on_error(data)
                 continue
-            size = len(text.encode())
-            yield text if size <= budget else text.encode()[: int(budget)].decode(errors="ignore")
-            budget -= min(size, budget)
+            yield data[: None if len(data) <= budget else int(budget)].decode(errors="ignore")
+            budget -= min(len(data), budget)
 
 
 def _shares(sources: Sequence[Source], max_bytes: int | None) -> list[float]:
@@ -456,13 +463,14 @@ def _read_blocks(
 ) -> Iterator[tuple[bytes, float]]:
     """The content of a file in blocks that end after a match of `pattern` (None: one block), with the share read.
 
-    Other encodings are converted to UTF-8. Invalid bytes are kept, so that parsing reports them.
+    Other encodings are converted to UTF-8, and invalid bytes to one that UTF-8 does not have, so that parsing reports
+    them.
     """
     import pyarrow as pa
 
     pending = bytearray()
     is_utf8 = codecs.lookup(encoding).name == "utf-8"
-    decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+    decoder = codecs.getincrementaldecoder(encoding)(INVALID_BYTES)
     with _data_errors(f"{path} is not a readable {codec or 'text'} file"), pa.OSFile(str(path)) as raw:
         file, size = pa.CompressedInputStream(raw, codec) if codec else raw, raw.size()
         while block := file.read(BATCH_BYTES):

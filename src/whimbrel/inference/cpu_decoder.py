@@ -351,12 +351,16 @@ def _compile(path: Path) -> ctypes.CDLL | None:
         try:
             with atomic_file(path) as file:
                 file.write(target.read_bytes())
-            path.parent.chmod(0o700)
-            path.chmod(0o700)
+            for each in (path, path.parent):
+                if each.stat().st_uid == os.getuid():
+                    each.chmod(0o700)
+            problem = None if _is_private(path) else f"other users can write to {path.parent}"
+        except (WriteError, OSError) as error:
+            problem = str(error)
+        if problem is None:
             return _open_library(path)
-        except WriteError as error:
-            logger.warning("The CPU decoder is compiled again in every process: %s", error)
-            return _open_library(target)
+        logger.warning("The CPU decoder is compiled again in every process: %s", problem)
+        return _open_library(target)
 
 
 def _cache_directory() -> Path:

@@ -244,6 +244,7 @@ def merge_heads(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor,
     kernel: Any = _merge_heads_kernel
     first = 0
     for x, width in zip((q_BHTD, k_BHTD, v_BHTD), widths, strict=True):
+        x = x if x.stride(-1) == 1 else x.contiguous()  # the math kernel of attention transposes the gradient of k
         kernel[(width // tile_columns, programs)](
             x, out[:, first:], partial[:, first:], rows, per_program, T, *x.stride()[:3], sum(widths), D=D,
             ROWS=tile_rows, COLUMNS=tile_columns, num_warps=COLUMN_WARPS,

@@ -52,6 +52,19 @@ def test_bytes_that_are_invalid_in_the_encoding_are_an_error(tmp_path: Path) -> 
     assert (manifest.documents, manifest.skipped) == (2, 1)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "ascii"])
+def test_documents_with_invalid_bytes_are_skipped_in_every_encoding(tmp_path: Path, encoding: str) -> None:
+    """A lone surrogate in UTF-16, a number that is no character in UTF-32, and a byte above 127 in ASCII."""
+    invalid = {"utf-16": b"\x00\xd8", "utf-16-le": b"\x00\xd8", "utf-32": b"\xff" * 4, "ascii": "é".encode()}[encoding]
+    first, rest = "one\n--\ntw".encode(encoding), "o\n--\nthree".encode(encoding)
+    rest = rest[{"utf-16": 2, "utf-32": 4}.get(encoding, 0) :]  # the byte order mark
+    (tmp_path / "a.txt").write_bytes(first + invalid + rest)
+    with pytest.raises(DataError, match=r"a\.txt, document 2.*--skip-bad"):
+        run(tmp_path / "a.txt", tmp_path / "out", separator="\n--\n", encoding=encoding)
+    run(tmp_path / "a.txt", tmp_path / "out", separator="\n--\n", encoding=encoding, skip_bad=True)
+    assert documents(tmp_path / "out") == ["one", "three"]
+
+
 @pytest.mark.parametrize("encoding", ["nope", "hex", "undefined", "a\0b", ""])
 def test_unknown_encoding_is_rejected(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "a.txt").write_text("text")

@@ -80,6 +80,16 @@ def test_newlines_in_a_separator_match_lf_and_crlf(tmp_path: Path, newline: str,
     assert list(iter_documents([str(tmp_path / "a.txt")], separator=separator)) == expected
 
 
+def test_lone_surrogates_are_reported_or_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "\\ud83d"}\n{"text": "three"}\n')
+    source = [str(tmp_path / "a.jsonl")]
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: .* lone surrogate at character 0"):
+        list(iter_documents(source))
+    errors: list[DataError] = []
+    assert list(iter_documents(source, on_error=errors.append)) == ["one", "three"]
+    assert len(errors) == 1
+
+
 def test_limit_takes_the_beginning_of_every_source_by_its_size(tmp_path: Path) -> None:
     for name, size in {"a": 6000, "b": 3000, "c": 1000}.items():
         (tmp_path / f"{name}.txt").write_text(name * size)

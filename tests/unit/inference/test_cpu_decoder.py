@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -334,6 +335,21 @@ def test_a_cache_that_cannot_be_written_is_reported(
         assert create_decoder(model, block_pool(model)) is not None
     cpu_decoder._find_library.cache_clear()
     assert "compiled again" in caplog.text
+
+
+def test_a_cache_that_others_can_write_is_not_used(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if another user owned the directory."""
+    opened: list[str] = []
+    load = ctypes.CDLL
+    monkeypatch.setattr(cpu_decoder, "_is_private", lambda _: False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: opened.append(path) or load(path))
+    model = random_model("gpt2")
+    with caplog.at_level(logging.WARNING):
+        assert create_decoder(model, block_pool(model)) is not None
+    assert "other users can write to" in caplog.text
+    assert [Path(path).is_relative_to(empty_cache) for path in opened] == [False]
 
 
 def test_a_damaged_library_is_compiled_again(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whimbrel.distributed import apply_activation_checkpointing
 from whimbrel.models import GPT, GPTConfig, preset
@@ -125,6 +126,16 @@ def test_modified_blocks_are_not_replaced(modify: Callable[[GPT], None]) -> None
     assert is_unmodified(model.blocks)
     modify(model)
     assert not is_unmodified(model.blocks)
+
+
+@pytest.mark.gpu
+def test_gradients_do_not_depend_on_the_attention_kernel() -> None:
+    """The math kernel returns the gradient of k with other strides."""
+    model = make(embd_size=192).cuda()
+    _, expected = loss_and_gradients(model)
+    with sdpa_kernel(SDPBackend.MATH):
+        _, fused = loss_and_gradients(model, torch.bfloat16)
+    assert max(relative_errors(fused, expected)) < 0.05
 
 
 @pytest.mark.gpu
