@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp  ## train on the bundled corpus, plot the loss, generate text
+demo: $(VENV)/demo.stamp  ## train on a text by Shakespeare, plot the loss, generate text
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
 test: $(VENV)/test.stamp $(VENV)/llama.stamp $(VENV)/chromium.stamp  ## check format, lint, imports and types, run the tests

@@ -63,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, dict[str, float]] = {policy: {} for policy in POLICIES}
     with tempfile.TemporaryDirectory() as folder:
-        corpus, data = str(ROOT / "corpora/tinyshakespeare.txt.gz"), Path(folder) / "data"
+        corpus, data = "shakespeare", Path(folder) / "data"
         tokenizer = train_tokenizer(list(iter_documents([corpus], separator="\n\n")), 4096)
         prepare([corpus], data, tokenizer, name="demo", separator="\n\n", val_tokens=20_000)
         for num_busy in (0, 1, 2):

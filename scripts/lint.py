@@ -220,7 +220,7 @@ def check_machine_paths() -> Iterator[str]:
 def check_links() -> Iterator[str]:
     for page in (
         path
-        for folder in (".", "docs", "corpora", "tests")
+        for folder in (".", "docs", "tests")
         for path in (ROOT / folder).glob("**/*.md" if folder == "docs" else "*.md")
     ):
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

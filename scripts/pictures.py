@@ -47,8 +47,8 @@ COMPLETE_PROMPT = "ROMEO:\nO, she doth teach the torches to burn bright!"
 
 
 def write_texts(folder: Path) -> None:
-    """The bundled corpus as a folder of text files."""
-    text = gzip.decompress((ROOT / "corpora" / "tinyshakespeare.txt.gz").read_bytes()).decode()
+    """The text of the package as a folder of files."""
+    text = gzip.decompress((ROOT / "src" / "whimbrel" / "data" / "shakespeare.txt.gz").read_bytes()).decode()
     speeches = text.split("\n\n")
     size = -(-len(speeches) // FILES)
     folder.mkdir(parents=True)

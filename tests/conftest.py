@@ -92,7 +92,9 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def shakespeare() -> str:
     """The text of the bundled corpus."""
-    with gzip.open(ROOT / "corpora" / "tinyshakespeare.txt.gz", "rt", encoding="utf-8", newline="") as file:
+    with gzip.open(
+        ROOT / "src" / "whimbrel" / "data" / "shakespeare.txt.gz", "rt", encoding="utf-8", newline=""
+    ) as file:
         return file.read()
 
 

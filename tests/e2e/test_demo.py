@@ -20,8 +20,7 @@ SHORT = ("--minutes", "0.02", "--depth", "1")
 def clone(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the files that the script reads and a `whimbrel` program that runs the package under test."""
     folder = tmp_path_factory.mktemp("demo")
-    for name in ("corpora", "scripts"):
-        shutil.copytree(root / name, folder / name)
+    shutil.copytree(root / "scripts", folder / "scripts")
     program = folder / "bin" / "whimbrel"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m whimbrel "$@"\n', encoding="utf-8")

@@ -139,8 +139,7 @@ FILES: dict[str, tuple[Files, ...]] = {
 def prepared(tmp_path_factory: pytest.TempPathFactory, shakespeare: str) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     common_files(folder, shakespeare)
-    for name in ("bench", "corpora"):
-        (folder / name).symlink_to(ROOT / name)
+    (folder / "bench").symlink_to(ROOT / "bench")
     return folder
 
 

@@ -38,7 +38,8 @@ def prepare(
         list[str] | None,
         typer.Argument(
             help="Parquet, jsonl or text files (also .gz, .zst), directories, globs, or Hub datasets as "
-            "owner/dataset[:config]. With --total-tokens it may be omitted: the default is FineWeb sample-10BT.",
+            "owner/dataset[:config]; or shakespeare, a text that comes with the package. With --total-tokens it may be "
+            "omitted: the default is FineWeb sample-10BT.",
         ),
     ] = None,
     out_dir: Annotated[
@@ -116,7 +117,9 @@ def prepare(
 
 @tokenizer_app.command("train")
 def train_tokenizer_command(
-    source: Annotated[list[str], typer.Argument(help="Files, directories, globs, or owner/dataset[:config].")],
+    source: Annotated[
+        list[str], typer.Argument(help="Files, directories, globs, owner/dataset[:config], or shakespeare.")
+    ],
     out_dir: Annotated[Path, typer.Option(help="Output directory for tokenizer.json and tokenizer_config.json.")],
     vocab_size: Annotated[
         int, typer.Option(help="Vocabulary size, including the 256 byte tokens and end-of-text.")

@@ -69,7 +69,7 @@ def quickstart(
         list[str],
         typer.Argument(
             help="Text, jsonl or parquet files (also .gz, .zst), directories, globs, or Hub datasets as "
-            "owner/dataset[:config]."
+            "owner/dataset[:config]; or shakespeare, a text that comes with the package."
         ),
     ],
     minutes: Annotated[

@@ -1,7 +1,11 @@
-"""`whimbrel recipes` and `whimbrel init NAME`: list the recipes that come with the package, and copy one to edit it."""
+"""Recipes that come with the package: list them, copy one to edit it, prepare the data of one."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +13,7 @@ import typer
 
 from whimbrel.cli.terminal import escape_controls, print_table
 
-__all__ = ["complete_config", "complete_recipe", "init", "recipe_rows", "recipes"]
+__all__ = ["complete_config", "complete_recipe", "init", "prepare_data", "recipe_rows", "recipes"]
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -92,3 +96,18 @@ def init(
     with atomic_file(target) as file:
         file.write(recipes[name].read_bytes())
     print(escape_controls(f"Wrote {target}. Edit it, then run: whimbrel train {target}"))
+
+
+def prepare_data(name: Path, data: Path | tuple[str, ...]) -> None:
+    """Prepare the shards of a recipe whose text comes with the package, unless they exist or `data` is elsewhere."""
+    from whimbrel.config import config_file, load_toml, read_recipe, recipe_files
+
+    file = config_file(name)
+    is_default = file in recipe_files().values() and load_toml(file)["data"].get("path") == str(data)
+    if not is_default or any(Path(str(data)).glob("*.bin")) or "RANK" in os.environ:
+        return
+    for command in read_recipe(file).commands:
+        print(f"$ {command}", flush=True)
+        code = subprocess.run([sys.executable, "-m", *shlex.split(command)], check=False).returncode
+        if code:
+            raise typer.Exit(code)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whimbrel.cli.recipes import complete_config
+from whimbrel.cli.recipes import complete_config, prepare_data
 from whimbrel.cli.terminal import configure_logging, print_table, warn_once
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def train(
     del settings  # handled by its callback
     configure_logging()
     loaded = load_run_config(config, context.args)
+    prepare_data(config, loaded.data.path)
     run_training(
         loaded,
         config,

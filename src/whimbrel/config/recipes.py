@@ -1,7 +1,8 @@
 """Recipes: configuration files that ship with the package, found by name.
 
 The comment at the top of a recipe starts with a one-line summary. `whimbrel recipes` lists lines such as `# loss: 4.32`
-in it: the required data, and measured figures.
+in it: the required data, and measured figures. Where the data is a text that comes with the package, the comment has
+the commands that prepare it, which `whimbrel train` runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = ["Recipe", "config_file", "read_recipe", "recipe_files"]
 
 DIRECTORY = Path(__file__).parents[1] / "recipes"
 FIGURE = re.compile(r"# (data|loss|memory|time): +(\S.*)")
+COMMAND = re.compile(r"#   (whimbrel (?:tokenizer train|prepare) .*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class Recipe:
     """Peak memory."""
     time: str | None = None
     """Duration of the run, and the hardware."""
+    commands: tuple[str, ...] = ()
+    """Commands that prepare the data, if it comes with the package."""
 
 
 def recipe_files() -> dict[str, Path]:
@@ -47,7 +51,8 @@ def read_recipe(file: Path) -> Recipe:
     lines = file.read_text(encoding="utf-8").splitlines()
     header = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
     figures = {match[1]: match[2] for line in header if (match := FIGURE.fullmatch(line))}
-    return Recipe(summary=header[0].removeprefix("# "), **figures)
+    commands = tuple(match[1] for line in header if (match := COMMAND.fullmatch(line)))
+    return Recipe(summary=header[0].removeprefix("# "), commands=commands, **figures)
 
 
 def config_file(name: str | os.PathLike[str], others: Collection[str] = ()) -> Path:

@@ -44,6 +44,8 @@ __all__ = [
 
 FINEWEB = "HuggingFaceFW/fineweb:sample-10BT"
 """The default source of `whimbrel prepare`."""
+BUNDLED = {"shakespeare": Path(__file__).with_name("shakespeare.txt.gz")}
+"""Texts that come with the package: 1.1 MB from Shakespeare's plays, public domain, from pytorch/examples (minGPT)."""
 
 FILE_TYPES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".md": "text"}
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -116,7 +118,7 @@ class Source(Protocol):
 
 
 def resolve_source(source: str) -> Sequence[Source]:
-    """The files and datasets, in order, of a path, directory, glob or `owner/dataset[:config]`.
+    """The files and datasets, in order, of a path, directory, glob, bundled text or `owner/dataset[:config]`.
 
     Directories are searched recursively, except for names that start with a dot, and run directories, whose logs and
     model cards are not text to train on.
@@ -143,6 +145,8 @@ def resolve_source(source: str) -> Sequence[Source]:
         matches = sorted(file for file in map(Path, names) if file.is_file())
     if matches:
         return [_supported_file(file) for file in matches]
+    if source in BUNDLED:
+        return [_supported_file(BUNDLED[source])]
     if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None and (":" in source or not path.parent.is_dir()):
         dataset, _, config = source.partition(":")
         return [HubDataset(dataset, config or None)]

@@ -13,6 +13,7 @@ from tests.support.runs import prepare_text
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.config import config_file, read_recipe, recipe_files
+from whimbrel.data import read_manifest
 from whimbrel.models import preset_names
 from whimbrel.models.families import config_to_hf
 from whimbrel.train import load_run_config, read_log
@@ -129,6 +130,21 @@ def test_init_writes_to_a_file_or_into_a_directory(workdir: Path, capsys: pytest
     assert whimbrel("init", "dpo-lor") == 2
     assert capsys.readouterr().err == "whimbrel: unknown recipe 'dpo-lor': did you mean 'dpo-lora'?\n"
     assert sorted(path.name for path in workdir.iterdir()) == ["here", "new"]
+
+
+def test_text_of_the_package_is_prepared_first(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train = ("train", "shakespeare-cpu", "--model.num_layers=1", *SHORT, "--train.tokens_per_step=256")
+    assert whimbrel(*train, "--data.path=elsewhere") == 2
+    assert "no such directory: elsewhere" in capfd.readouterr().err
+    assert not Path("data").exists()
+    assert whimbrel(*train) == 0
+    assert capfd.readouterr().out.count("$ whimbrel") == 2
+    manifest = read_manifest("data/shakespeare")
+    assert manifest is not None
+    assert manifest.tokenizer.vocab_size == 2048
+    assert manifest.tokens("val") >= 20_000
+    assert whimbrel(*train, "--train.steps=3") == 0
+    assert "$ whimbrel" not in capfd.readouterr().out
 
 
 def test_init_then_train(workdir: Path, shakespeare: str) -> None:

@@ -80,6 +80,14 @@ def test_newlines_in_a_separator_match_lf_and_crlf(tmp_path: Path, newline: str,
     assert list(iter_documents([str(tmp_path / "a.txt")], separator=separator)) == expected
 
 
+def test_text_of_the_package_is_a_source(tmp_path: Path, shakespeare: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert list(iter_documents(["shakespeare"])) == [shakespeare]
+    Path("shakespeare").mkdir()
+    Path("shakespeare/own.txt").write_text("Own text comes first.")
+    assert list(iter_documents(["shakespeare"])) == ["Own text comes first."]
+
+
 def test_lone_surrogates_are_reported_or_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "\\ud83d"}\n{"text": "three"}\n')
     source = [str(tmp_path / "a.jsonl")]
