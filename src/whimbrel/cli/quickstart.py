@@ -313,7 +313,7 @@ class _Job:
 
     def _choose(self, manifest: Manifest) -> tuple[Plan, list[Measurement]]:
         """The plan, and the measured speeds, starting with the chosen depth."""
-        from whimbrel.train.device import choose_device
+        from whimbrel.train.device import choose_device, reset_peak_memory
         from whimbrel.train.sizing import choose_depth, choose_plan, model_of_depth
 
         vocab_size, train_tokens, val_tokens = manifest.tokenizer.vocab_size, *map(manifest.tokens, ("train", "val"))
@@ -322,14 +322,16 @@ class _Job:
             for depth in _depths_in_memory(self.depths, vocab_size)
             if model_of_depth(depth, vocab_size).context_length < val_tokens
         ]
+        device = choose_device(None)
         measured = choose_depth(
             self._measure_speed,
             vocab_size,
             train_tokens=train_tokens,
             seconds=max(SPEED_MARGIN * (self.remaining() - CLOSING_SECONDS), 1.0),
-            flops=FLOPS[choose_device(None).type],
+            flops=FLOPS[device.type],
             depths=depths,
         )
+        reset_peak_memory(device)
         plan = choose_plan(
             measured[0],
             vocab_size,

@@ -7,13 +7,25 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.world import launched_processes
 
-__all__ = ["Stopwatch", "choose_device", "device_name", "free_memory", "peak_flops", "peak_memory", "total_memory"]
+__all__ = [
+    "Stopwatch",
+    "choose_device",
+    "device_name",
+    "free_memory",
+    "peak_flops",
+    "peak_memory",
+    "reset_peak_memory",
+    "total_memory",
+]
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 PEAK_TFLOPS = (
     ("B200", 2250.0),
@@ -109,6 +121,14 @@ def peak_memory(device: torch.device) -> int:
         return torch.mps.driver_allocated_memory()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset `peak_memory` to the current usage; without effect on a CPU if the system is not Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "cpu" and os.access(CLEAR_REFS, os.W_OK):
+        CLEAR_REFS.write_text("5", encoding="ascii")  # resets the maximum of the resident set size
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from whimbrel.train.callbacks import (
     SampleCallback,
 )
 from whimbrel.train.callbacks.loggers import JsonlLogger
+from whimbrel.train.device import CLEAR_REFS, peak_memory, reset_peak_memory
 from whimbrel.train.run_directory import read_log
 
 
@@ -103,3 +105,13 @@ def test_no_trace_is_written_for_steps_already_done(make_run: Any, tmp_path: Pat
     run.step()
     run.end()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not os.access(CLEAR_REFS, os.W_OK), reason="the system cannot reset the peak")
+def test_peak_memory_can_be_reset() -> None:
+    device = torch.device("cpu")
+    memory = torch.ones(100_000_000)
+    peak = peak_memory(device)
+    del memory
+    reset_peak_memory(device)
+    assert peak_memory(device) < peak - 200_000_000
