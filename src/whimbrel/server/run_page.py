@@ -130,7 +130,6 @@ def _row(info: RunInfo) -> dict[str, Any]:
         "tokens_per_second": live.get("tokens_per_second") or _speed(last),
         "peak_memory": last.get("peak_memory"),
         "eta_seconds": live.get("eta_seconds"),
-        "checkpoint": info.checkpoint,
         "modified": info.modified,
     }
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from whimbrel.base.errors import DataError
-from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.train.control import query_status
 from whimbrel.train.run_directory import LOG_FILE, last_line, log_path, parse_log
 
@@ -29,7 +28,6 @@ class RunInfo:
     """The last step in its log; empty before the first one."""
     validation: dict[str, Any]
     """The last validation in its log; empty before the first one."""
-    checkpoint: str | None
     modified: float
     """When its log was last written, as a Unix time."""
     live: dict[str, Any] | None
@@ -57,16 +55,14 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
 def inspect_run(run: Path) -> RunInfo:
     """The state of a run, from the end of its log and, if it is running, from its control server."""
     log = run / LOG_FILE
-    last, validation, newest = last_line(log, "step"), last_line(log, "validation"), latest_checkpoint(run)
+    last, validation = last_line(log, "step"), last_line(log, "validation")
     state, live = query_status(run)
     name = state.replace("-", " ")
     if state == "ended":
         name = "finished" if last and last["after"] == last.get("total") else "stopped"
-    checkpoint = None if newest is None else newest.name
     return RunInfo(
-        run=run, state=name, last=last or {}, validation=validation or {}, checkpoint=checkpoint, live=live,
-        modified=log.stat().st_mtime,
-    )  # fmt: skip
+        run=run, state=name, last=last or {}, validation=validation or {}, live=live, modified=log.stat().st_mtime
+    )
 
 
 class RunLog:

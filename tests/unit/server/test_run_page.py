@@ -58,6 +58,7 @@ def test_curves_are_sent_once_and_again_when_the_log_changes(client: TestClient)
     [row] = first["runs"]
     assert (row["name"], row["state"], row["step"], row["total"]) == ("runs/a", "finished", 6, 6)
     assert row["tokens_per_second"] == 128
+    assert "checkpoint" not in row  # not shown, and it would be searched for at every poll
     query = {"run": "runs/a", "smoothing": 0}
     reply = client.get("/api/runs", params=query).json()
     curve = reply["curves"]["runs/a"]
