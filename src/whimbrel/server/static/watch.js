@@ -21,7 +21,7 @@ const CHARTS = [
 const AXIS_NAMES = { step: "step", tokens: "tokens", seconds: "training time" };
 
 let runs = [];
-let selected = null; // names of the runs that are drawn; null until the first response
+const selected = new Set(); // names of the runs that are drawn
 const curves = new Map(); // by name
 let version = 0;
 let charts = [];
@@ -82,26 +82,23 @@ async function refresh() {
   request?.abort();
   const own = (request = new AbortController());
   const query = new URLSearchParams({ smoothing: find("smoothing").value, since: version });
-  for (const name of selected ?? []) query.append("run", name);
+  for (const name of selected) query.append("run", name);
   try {
     const reply = await call(`/api/runs?${query}`, { signal: own.signal });
     find("login").hidden = true;
+    const known = new Set(runs.map((run) => run.name));
     runs = reply.runs;
     version = reply.version;
     for (const [name, curve] of Object.entries(reply.curves)) {
       curve.peak_memory = curve.peak_memory.map((value) => value && value / GIB);
       curves.set(name, curve);
     }
-    if (selected === null) {
-      const newest = [...runs].sort((a, b) => (b.state === "running") - (a.state === "running") || b.modified - a.modified);
-      const chosen = newest.slice(0, MAX_SELECTED);
-      selected = new Set(runs.filter((run) => chosen.includes(run)).map((run) => run.name));
-      version = 0;
-      if (selected.size) return void refresh();
-    }
+    const removed = removeMissing();
+    const added = selectNew(known);
     if (Date.now() >= noticeEnd) showStatus(describe());
     showRuns();
-    if (Object.keys(reply.curves).length) draw();
+    if (removed || Object.keys(reply.curves).length) draw();
+    if (added) return reload();
   } catch (error) {
     if (own.signal.aborted) return;
     const lost = error instanceof TypeError; // fetch could not connect
@@ -110,6 +107,25 @@ async function refresh() {
   }
   const wait = runs.some((run) => run.state === "running") ? POLL_RUNNING : POLL_IDLE;
   if (!document.hidden) timer = setTimeout(refresh, wait);
+}
+
+function removeMissing() {
+  const names = new Set(runs.map((run) => run.name));
+  const missing = [...selected, ...curves.keys()].filter((name) => !names.has(name));
+  for (const name of missing) {
+    selected.delete(name);
+    curves.delete(name);
+  }
+  return missing.length > 0;
+}
+
+// Selects the newest runs when the page is opened; later, also those that appear, as long as there are colors.
+function selectNew(known) {
+  const added = runs.filter((run) => !known.has(run.name));
+  const newest = [...added].sort((a, b) => (b.state === "running") - (a.state === "running") || b.modified - a.modified);
+  const chosen = newest.slice(0, Math.max((known.size ? COLORS : MAX_SELECTED) - selected.size, 0));
+  for (const run of added) if (chosen.includes(run)) selected.add(run.name);
+  return chosen.length > 0;
 }
 
 function reload() {
@@ -362,7 +378,7 @@ find("login").addEventListener("submit", (event) => {
   sessionStorage.setItem("whimbrel.watch.key", find("key").value);
   reload();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => selected && draw());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 document.addEventListener("visibilitychange", () => !document.hidden && refresh());
 
 function takeKey() { // the printed link ends with #key=...; the key is not left in the address bar
