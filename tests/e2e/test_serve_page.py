@@ -160,6 +160,17 @@ def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: 
     assert page.browser.execute_script("return localStorage.length") == 0
 
 
+def test_a_key_that_cannot_be_sent_is_explained(page: Page, server: ServerProcess):
+    page.until(lambda: "API key" in page.find("status").text)
+    page.set("key", "ключ")
+    page.until(lambda: "printable ASCII" in page.find("status").text)
+    page.browser.get(f"{server.url}/docs")
+    page.until(lambda: "printable ASCII" in page.find("routes").text)
+    page.browser.get(server.url)
+    page.enter(server.key)
+    assert page.find("status").text == ""
+
+
 def test_a_base_model_opens_in_complete_mode(page: Page, server: ServerProcess):
     page.enter(server.key)
     assert page.find("mode-complete").is_selected()

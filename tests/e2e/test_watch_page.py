@@ -181,9 +181,24 @@ def test_the_page_without_its_key_asks_for_it(page: Page) -> None:
     page.browser.get(url)
     page.until(lambda: "requires a key" in page.find("#status").text)
     assert page.charts() == []
+    for wrong, words in (("wrong", "is incorrect"), ("ключ", "printable ASCII")):
+        page.find("#key").clear()
+        page.find("#key").send_keys(wrong, Keys.ENTER)
+        page.until(lambda words=words: words in page.find("#status").text)
+        assert page.find("#login").is_displayed()
+    page.find("#key").clear()
     page.find("#key").send_keys(key, Keys.ENTER)
     page.until(lambda: len(page.charts()) == 5)
     assert not page.find("#login").is_displayed()
+
+
+def test_only_a_lost_connection_is_reported_as_one(page: Page) -> None:
+    page.until(lambda: len(page.charts()) == 5)
+    page.run("window.join = uPlot.join; uPlot.join = () => { throw new TypeError('a bug'); }")
+    write_steps(Path("runs/live"), 9, 9)
+    page.until(lambda: page.find("#status").text == "a bug")
+    page.run("uPlot.join = window.join; window.fetch = async () => { throw new TypeError('Failed to fetch'); }")
+    page.until(lambda: page.find("#status").text.endswith("whimbrel watch runs/done runs/live"))
 
 
 def test_everything_works_with_the_keyboard(page: Page) -> None:

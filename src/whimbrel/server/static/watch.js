@@ -1,7 +1,7 @@
 // The page of `whimbrel watch`: polls /api/runs and draws its curves. Text is only ever set as textContent, so that
 // samples cannot inject HTML.
 
-import { element, errorMessage } from "/page/client.js";
+import { checkKey, element, errorMessage } from "/page/client.js";
 
 const find = (id) => document.getElementById(id);
 const POLL_RUNNING = 1000, POLL_IDLE = 5000, NOTICE = 8000; // milliseconds
@@ -59,16 +59,23 @@ function showStatus(message, isError = false) {
 // ---------------------------------------------------------------------------------------------- requests
 
 async function call(path, options = {}) {
-  const key = sessionStorage.getItem("whimbrel.watch.key");
-  const headers = { Authorization: `Bearer ${key ?? ""}`, "Content-Type": "application/json" };
-  const response = await fetch(path, { ...options, headers });
-  const body = await response.json().catch(() => null);
-  if (response.ok) return body;
-  if (response.status === 401) {
-    askForKey();
-    throw new Error(key ? "The key is incorrect." : "This page requires a key.");
-  }
-  throw new Error(errorMessage(response, body, key));
+  const key = sessionStorage.getItem("whimbrel.watch.key") ?? "";
+  checkKey(key);
+  const headers = { Authorization: `Bearer ${key}`, "Content-Type": "application/json" };
+  const response = await fetch(path, { ...options, headers }).catch(reportDisconnected);
+  if (response.ok) return response.json().catch(reportDisconnected);
+  if (response.status === 401) throw Object.assign(new Error(key ? "The key is incorrect." : "This page requires a key."), { status: 401 });
+  throw new Error(errorMessage(response, await response.json().catch(() => null), key));
+}
+
+function reportDisconnected() {
+  const names = runs.length <= 3 ? runs.map((run) => ` ${run.name}`).join("") : "";
+  throw new Error(`Disconnected. To see the runs again, run: whimbrel watch${names}`);
+}
+
+function showError(error) {
+  if (error.status === 401) askForKey();
+  showStatus(error.message, true);
 }
 
 function askForKey() {
@@ -101,9 +108,7 @@ async function refresh() {
     if (added) return reload();
   } catch (error) {
     if (own.signal.aborted) return;
-    const lost = error instanceof TypeError; // fetch could not connect
-    const names = runs.length <= 3 ? runs.map((run) => ` ${run.name}`).join("") : "";
-    showStatus(lost ? `Disconnected. To see the runs again, run: whimbrel watch${names}` : error.message, true);
+    showError(error);
   }
   const wait = runs.some((run) => run.state === "running") ? POLL_RUNNING : POLL_IDLE;
   if (!document.hidden) timer = setTimeout(refresh, wait);
@@ -147,7 +152,7 @@ async function control(run, action) {
     const reply = await call("/api/control", { method: "POST", body: JSON.stringify({ run, action }) });
     showStatus(`${run} (step ${reply.step}) ${reply.message}`);
   } catch (error) {
-    showStatus(error.message, true);
+    showError(error);
   }
   noticeEnd = Date.now() + NOTICE;
 }
