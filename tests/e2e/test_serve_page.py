@@ -338,6 +338,32 @@ def test_markdown_is_rendered_and_sanitized(fake_page: Any):
     assert page.problems() == []
 
 
+def test_an_answer_that_cannot_be_rendered_is_shown_as_text(fake_page: Any):
+    nested = ">" * 9000
+    page = fake_page([[{"content": nested}], [{"content": "**Fine**"}]])
+    page.send("Quote")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    assert page.turns()[1] == ("assistant", nested)
+    page.send("And now?")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 4)
+    assert page.last("strong").text == "Fine"
+    page.browser.refresh()
+    page.until(lambda: len(page.turns()) == 4)
+    assert page.replies() == [nested, "**Fine**"]
+    assert page.problems() == []
+
+
+def test_a_conversation_that_cannot_be_stored_continues(fake_page: Any):
+    page = fake_page([[{"content": "One"}], [{"content": "Two"}]])
+    page.run("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    for turns in (2, 4):
+        page.send("Count")
+        page.until(lambda turns=turns: page.is_idle() and len(page.turns()) == turns)
+        assert "will be lost" in page.find("status").text
+    page.press("Edit", turn=0)  # the buttons are shown once an answer is complete
+    assert page.problems() == []
+
+
 def test_tool_calls_are_shown_and_their_results_sent(fake_page: Any):
     function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
     call = {"index": 0, "id": "call_1", "type": "function", "function": function}

@@ -35,7 +35,11 @@ const card = () => cards.find(({ id }) => id === model.value);
 const entries = () => state[state.mode];
 
 function store() {
-  sessionStorage.setItem(STATE, JSON.stringify(state));
+  try {
+    sessionStorage.setItem(STATE, JSON.stringify(state));
+  } catch { // QuotaExceededError
+    showStatus("This conversation is too long to be stored: it will be lost when the page is closed or reloaded.", true);
+  }
 }
 
 function showStatus(message, isError = false) {
@@ -319,8 +323,8 @@ async function generate(change, { input = "", action = null } = {}) {
     if (status.textContent === "Generating…") showStatus("");
     controller = null;
     setBusy(false);
-    if (cards.length) follow(render);
     store();
+    if (cards.length) follow(render);
     restoreFocus(action);
   }
 }

@@ -33,9 +33,17 @@ export function updateContent(content, entry) {
   if (entry.role === "completion") {
     content.replaceChildren(entry.prompt, element("span", { className: "generated", textContent: entry.content }));
   } else if (entry.role === "assistant") {
-    content.replaceChildren(renderMarkdown(entry.content), ...(entry.tool_calls ?? []).map(showCall));
+    content.replaceChildren(renderAnswer(entry.content), ...(entry.tool_calls ?? []).map(showCall));
   } else {
     content.textContent = entry.content;
+  }
+}
+
+function renderAnswer(text) {
+  try {
+    return renderMarkdown(text);
+  } catch { // marked recurses too deeply, for example in thousands of ">"
+    return element("div", { className: "plain", textContent: text });
   }
 }
 
