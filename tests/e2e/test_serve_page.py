@@ -416,6 +416,18 @@ def test_an_error_is_shown_and_the_message_restored(page: Page, server: ServerPr
     assert page.find("text").get_attribute("value") == "Hello"
 
 
+def test_a_message_that_fails_does_not_replace_the_next_one(fake_page: Any):
+    page = fake_page([])
+    page.run("window.fetch = () => new Promise((_, reject) => { window.fail = () => reject(new TypeError('x')); })")
+    page.send("First")
+    page.until(lambda: page.run("return window.fail !== undefined"))
+    page.find("text").send_keys("Second")
+    page.run("window.fail()")
+    page.until(page.is_idle)
+    assert page.find("text").get_property("value") == "First\n\nSecond"
+    assert page.turns() == []
+
+
 @pytest.mark.parametrize("screen", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
 def test_no_errors_external_requests_overflow_or_low_contrast(fake_page: Any, server: ServerProcess, screen):
     code = "```python\n" + "x = 1  # long\n" * 3 + "y" * 200 + "\n```\n"

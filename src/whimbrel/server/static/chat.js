@@ -288,7 +288,7 @@ function notes(finish, dropped, total, empty) {
   return parts.join(" ");
 }
 
-// Runs `change`, which changes the entries, then generates. Without a response, restores them and puts `input` into the text field.
+// Runs `change`, which changes the entries, then generates. Without a response, restores them and puts `input` back into the text field.
 // Afterwards, the button of the last entry named `action` has the focus again.
 async function generate(change, { input = "", action = null } = {}) {
   if (controller) return;
@@ -317,7 +317,7 @@ async function generate(change, { input = "", action = null } = {}) {
     if (error.status === 401) askForKey();
     if (!entry?.tokens) {
       state = saved;
-      text.value ||= input;
+      text.value = [input, text.value].filter(Boolean).join("\n\n"); // the next message may already be there
     }
   } finally {
     if (status.textContent === "Generating…") showStatus("");
