@@ -364,6 +364,19 @@ def test_a_conversation_that_cannot_be_stored_continues(fake_page: Any):
     assert page.problems() == []
 
 
+def test_enter_of_an_input_method_does_not_send(fake_page: Any):
+    page = fake_page([[{"content": "Hi"}]])
+    page.find("text").send_keys("こん")
+    enter = (
+        "document.getElementById('text').dispatchEvent("
+        "new KeyboardEvent('keydown', {{key: 'Enter', keyCode: {}, bubbles: true, cancelable: true}}))"
+    )
+    page.run(enter.format(229))  # as in Safari, where isComposing is already false
+    assert page.find("text").get_property("value") == "こん"
+    page.run(enter.format(13))
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+
+
 def test_tool_calls_are_shown_and_their_results_sent(fake_page: Any):
     function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
     call = {"index": 0, "id": "call_1", "type": "function", "function": function}

@@ -94,7 +94,8 @@ export function showEditor(item, text, label, save, cancel) {
 
 export const isTouch = () => matchMedia("(pointer: coarse)").matches;
 
-// On touch screens, Enter starts a new line: there is no Shift+Enter.
+// On touch screens, Enter starts a new line: there is no Shift+Enter. The Enter that ends the input of an input method (as for
+// Japanese) does not submit; in Safari, only the key code tells it apart.
 export function isSubmitKey(event) {
-  return event.key === "Enter" && !event.shiftKey && !event.isComposing && !isTouch();
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229 && !isTouch();
 }
