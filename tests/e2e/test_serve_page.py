@@ -160,6 +160,17 @@ def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: 
     assert page.browser.execute_script("return localStorage.length") == 0
 
 
+def test_a_key_that_cannot_be_sent_is_explained(page: Page, server: ServerProcess):
+    page.until(lambda: "API key" in page.find("status").text)
+    page.set("key", "ключ")
+    page.until(lambda: "printable ASCII" in page.find("status").text)
+    page.browser.get(f"{server.url}/docs")
+    page.until(lambda: "printable ASCII" in page.find("routes").text)
+    page.browser.get(server.url)
+    page.enter(server.key)
+    assert page.find("status").text == ""
+
+
 def test_a_base_model_opens_in_complete_mode(page: Page, server: ServerProcess):
     page.enter(server.key)
     assert page.find("mode-complete").is_selected()
@@ -327,6 +338,45 @@ def test_markdown_is_rendered_and_sanitized(fake_page: Any):
     assert page.problems() == []
 
 
+def test_an_answer_that_cannot_be_rendered_is_shown_as_text(fake_page: Any):
+    nested = ">" * 9000
+    page = fake_page([[{"content": nested}], [{"content": "**Fine**"}]])
+    page.send("Quote")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+    assert page.turns()[1] == ("assistant", nested)
+    page.send("And now?")
+    page.until(lambda: page.is_idle() and len(page.turns()) == 4)
+    assert page.last("strong").text == "Fine"
+    page.browser.refresh()
+    page.until(lambda: len(page.turns()) == 4)
+    assert page.replies() == [nested, "**Fine**"]
+    assert page.problems() == []
+
+
+def test_a_conversation_that_cannot_be_stored_continues(fake_page: Any):
+    page = fake_page([[{"content": "One"}], [{"content": "Two"}]])
+    page.run("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    for turns in (2, 4):
+        page.send("Count")
+        page.until(lambda turns=turns: page.is_idle() and len(page.turns()) == turns)
+        assert "will be lost" in page.find("status").text
+    page.press("Edit", turn=0)  # the buttons are shown once an answer is complete
+    assert page.problems() == []
+
+
+def test_enter_of_an_input_method_does_not_send(fake_page: Any):
+    page = fake_page([[{"content": "Hi"}]])
+    page.find("text").send_keys("こん")
+    enter = (
+        "document.getElementById('text').dispatchEvent("
+        "new KeyboardEvent('keydown', {{key: 'Enter', keyCode: {}, bubbles: true, cancelable: true}}))"
+    )
+    page.run(enter.format(229))  # as in Safari, where isComposing is already false
+    assert page.find("text").get_property("value") == "こん"
+    page.run(enter.format(13))
+    page.until(lambda: page.is_idle() and len(page.turns()) == 2)
+
+
 def test_tool_calls_are_shown_and_their_results_sent(fake_page: Any):
     function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
     call = {"index": 0, "id": "call_1", "type": "function", "function": function}
@@ -377,6 +427,18 @@ def test_an_error_is_shown_and_the_message_restored(page: Page, server: ServerPr
     page.until(lambda: "temperature" in page.find("status").text)
     assert page.turns() == []
     assert page.find("text").get_attribute("value") == "Hello"
+
+
+def test_a_message_that_fails_does_not_replace_the_next_one(fake_page: Any):
+    page = fake_page([])
+    page.run("window.fetch = () => new Promise((_, reject) => { window.fail = () => reject(new TypeError('x')); })")
+    page.send("First")
+    page.until(lambda: page.run("return window.fail !== undefined"))
+    page.find("text").send_keys("Second")
+    page.run("window.fail()")
+    page.until(page.is_idle)
+    assert page.find("text").get_property("value") == "First\n\nSecond"
+    assert page.turns() == []
 
 
 @pytest.mark.parametrize("screen", [(1280, 900), (390, 844)], ids=["desktop", "phone"])

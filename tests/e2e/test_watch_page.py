@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def write_steps(run: Path, first: int, last: int, loss: float = 9.0) -> None:
 
 
 class Page:
-    """Page object: a server on two runs, of which one is running."""
+    """Page object."""
 
     def __init__(self, browser: webdriver.Chrome, link: str, actions: list[str]) -> None:
         self.browser, self.link, self.actions = browser, link, actions
@@ -62,19 +64,9 @@ class Page:
         return self.browser.execute_script(script)
 
 
-@pytest.fixture
-def page(browser: webdriver.Chrome, workdir: Path) -> Iterator[Page]:
-    write_steps(Path("runs/done"), 1, 20)
-    write_steps(Path("runs/live"), 1, 8, loss=7.0)
-    actions: list[str] = []
-
-    def answer(action: str) -> dict[str, Any]:
-        if action == "status":
-            return {"status": {"tokens_per_second": 1234.0, "eta_seconds": 125.0}}
-        actions.append(action)
-        return {"message": f"will {action}", "step": 8}
-
-    control = ControlServer(Path("runs/live"), answer)
+@contextmanager
+def open_page(browser: webdriver.Chrome, actions: list[str]) -> Iterator[Page]:
+    """Starts a server on the directory `runs`, and opens its page."""
     environment = {name: value for name, value in os.environ.items() if name != "WHIMBREL_API_KEY"}
     command = [sys.executable, "-m", "whimbrel", "watch", "--port=0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -87,6 +79,26 @@ def page(browser: webdriver.Chrome, workdir: Path) -> Iterator[Page]:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         process.stdout.close()
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, workdir: Path) -> Iterator[Page]:
+    """The page with two runs, of which one is running."""
+    write_steps(Path("runs/done"), 1, 20)
+    write_steps(Path("runs/live"), 1, 8, loss=7.0)
+    actions: list[str] = []
+
+    def answer(action: str) -> dict[str, Any]:
+        if action == "status":
+            return {"status": {"tokens_per_second": 1234.0, "eta_seconds": 125.0}}
+        actions.append(action)
+        return {"message": f"will {action}", "step": 8}
+
+    control = ControlServer(Path("runs/live"), answer)
+    try:
+        with open_page(browser, actions) as opened:
+            yield opened
+    finally:
         control.close()
 
 
@@ -117,6 +129,37 @@ def test_runs_and_new_steps_appear_without_a_reload(page: Page) -> None:
     assert page.run("return document.body.dataset.loaded") == "once"
 
 
+def test_the_first_run_is_drawn_when_it_appears(browser: webdriver.Chrome, workdir: Path) -> None:
+    Path("runs").mkdir()
+    with open_page(browser, []) as page:
+        page.until(lambda: page.find("#status").text == "No runs yet.")
+        write_steps(Path("runs/first"), 1, 8)
+        page.until(lambda: "first train 1.125" in page.find("figure .values").text)
+
+
+def test_later_runs_are_drawn_until_there_are_no_more_colors(page: Page) -> None:
+    page.until(lambda: len(page.charts()) == 5)
+    page.find('tr[data-name="runs/done"] input').send_keys(Keys.SPACE)
+    for number in range(9):
+        write_steps(Path(f"runs/new{number}"), 1, 2)
+    page.until(lambda: page.run("return document.querySelectorAll('tbody input:checked').length") == 8)
+    assert not page.find('tr[data-name="runs/done"] input').is_selected()
+    colors = "[...document.querySelectorAll('figure.main .values .swatch')].map((swatch) => swatch.style.background)"
+    page.until(lambda: page.run(f"return new Set({colors}).size") == 8)
+
+
+def test_a_deleted_run_disappears_and_can_come_back(page: Page) -> None:
+    page.until(lambda: "done train" in page.find("figure .values").text)
+    with Path("runs/done/log.jsonl").open("a") as file:
+        file.write(log_line("sample", 20, {"text": "Hark"}))
+    page.until(lambda: page.find("article h3").text == "runs/done, step 20")
+    shutil.rmtree("runs/done")
+    page.until(lambda: "done" not in page.find("main").text)
+    assert "live train" in page.find("figure .values").text
+    write_steps(Path("runs/done"), 1, 4)
+    page.until(lambda: "done train 2.25" in page.find("figure .values").text)
+
+
 def test_save_and_stop_are_sent_to_the_run(page: Page) -> None:
     page.until(lambda: len(page.charts()) == 5)
     assert page.browser.find_elements(By.CSS_SELECTOR, 'tr[data-name="runs/done"] button') == []
@@ -138,9 +181,24 @@ def test_the_page_without_its_key_asks_for_it(page: Page) -> None:
     page.browser.get(url)
     page.until(lambda: "requires a key" in page.find("#status").text)
     assert page.charts() == []
+    for wrong, words in (("wrong", "is incorrect"), ("ключ", "printable ASCII")):
+        page.find("#key").clear()
+        page.find("#key").send_keys(wrong, Keys.ENTER)
+        page.until(lambda words=words: words in page.find("#status").text)
+        assert page.find("#login").is_displayed()
+    page.find("#key").clear()
     page.find("#key").send_keys(key, Keys.ENTER)
     page.until(lambda: len(page.charts()) == 5)
     assert not page.find("#login").is_displayed()
+
+
+def test_only_a_lost_connection_is_reported_as_one(page: Page) -> None:
+    page.until(lambda: len(page.charts()) == 5)
+    page.run("window.join = uPlot.join; uPlot.join = () => { throw new TypeError('a bug'); }")
+    write_steps(Path("runs/live"), 9, 9)
+    page.until(lambda: page.find("#status").text == "a bug")
+    page.run("uPlot.join = window.join; window.fetch = async () => { throw new TypeError('Failed to fetch'); }")
+    page.until(lambda: page.find("#status").text.endswith("whimbrel watch runs/done runs/live"))
 
 
 def test_everything_works_with_the_keyboard(page: Page) -> None:

@@ -147,8 +147,8 @@ def _draw_run(axes: Axes, panel: str, log: RunLog, color: Any, *, tokens: bool, 
     smoothed = panel in SMOOTHED and span > 1
     if smoothed and single:  # unsmoothed curves of several runs would hide each other
         axes.plot(xs(log.steps), _with_gaps(values), linewidth=0.8, alpha=0.3, color=color)
-    curve = smooth(values, span) if smoothed else values
-    axes.plot(xs(log.steps), _with_gaps(curve), linewidth=1.4, color=color)
+    curve = smooth(values, span) if smoothed else _with_gaps(values)
+    axes.plot(xs(log.steps), curve, linewidth=1.4, color=color)
     if panel in VALIDATED and log.validations:
         held_out = _with_gaps([_value(panel, line) for line in log.validations])
         axes.plot(xs(log.validations), held_out, color="C1" if single else color, zorder=5, **VALIDATION_STYLE)
@@ -209,4 +209,4 @@ def _names(logs: Sequence[RunLog]) -> list[str]:
 
 
 def _format(loss: float | None) -> str:
-    return "not finite" if loss is None else f"{loss:.4f}"
+    return "not finite" if loss is None or math.isnan(loss) else f"{loss:.4f}"

@@ -39,15 +39,16 @@ def runs(
 
 
 def _row(run: Path) -> tuple[str, ...]:
+    from whimbrel.checkpoint import latest_checkpoint
     from whimbrel.train.run_log import inspect_run
 
-    info = inspect_run(run)
+    info, checkpoint = inspect_run(run), latest_checkpoint(run)
     return (
         str(run),
         info.state,
         f"{info.step}/{'?' if info.total is None else info.total}",
         *("-" if line.get("loss") is None else f"{line['loss']:.4f}" for line in (info.last, info.validation)),
-        info.checkpoint or "-",
+        "-" if checkpoint is None else checkpoint.name,
         _format_age(time.time() - info.modified),
     )
 

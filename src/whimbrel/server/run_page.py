@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -19,9 +18,10 @@ from whimbrel.base.errors import DataError
 from whimbrel.server.config import ServeConfig
 from whimbrel.server.errors import ApiError, add_error_handlers, json_response
 from whimbrel.server.middleware import AccessMiddleware, BodyMiddleware, RequestTracker
+from whimbrel.server.run_curves import RunCurves, speed
 from whimbrel.server.static_files import add_static_files
 from whimbrel.train.control import send_request
-from whimbrel.train.run_log import RunInfo, RunLog, find_runs, inspect_run, smooth
+from whimbrel.train.run_log import RunInfo, find_runs, inspect_run
 
 __all__ = ["RunPage"]
 
@@ -35,12 +35,8 @@ STATIC_FILES = {
     "/page/watch.css": "watch.css",
     "/page/watch.js": "watch.js",
 }
-MAX_POINTS = 1000
-"""Maximum number of points per curve; longer ones are downsampled."""
-MAX_SAMPLES = 20
-UNSMOOTHED = ("lr", "grad_norm", "peak_memory", "rewards/margins", "rewards/accuracies")
-DIGITS = 6
-"""Significant digits of the numbers in a curve."""
+KEEP_SECONDS = 300.0
+"""How long the curves of a run are kept after the last request for them."""
 
 
 class ControlRequest(BaseModel):
@@ -57,8 +53,8 @@ class RunPage:
         """Raises DataError if a directory does not exist."""
         self.config, self.requests = config, RequestTracker()
         self._directories = directories
-        self._logs: dict[str, tuple[RunLog, int]] = {}
-        """The logs that have been requested, and when each last changed."""
+        self._curves: dict[str, RunCurves] = {}
+        """The runs whose curves have been requested."""
         self._lock = threading.Lock()
         find_runs(directories)
         self.app = FastAPI(title="Whimbrel runs", version=__version__, docs_url=None, redoc_url=None)
@@ -93,28 +89,23 @@ class RunPage:
 
     def _read_runs(self, requested: Sequence[str], smoothing: float, since: int) -> dict[str, Any]:
         with self._lock:
-            now, runs, curves = time.time_ns() // 1000, [], {}
+            version, runs, curves = time.time_ns() // 1000, [], {}
             for run in find_runs(self._directories):
                 name = str(run)
                 try:
-                    log, changed = self._read_log(run, now) if name in requested else (None, 0)
+                    if name in requested:
+                        if name not in self._curves:
+                            self._curves[name] = RunCurves(run)
+                        if curve := self._curves[name].get(smoothing, since=since, version=version):
+                            curves[name] = curve
                     runs.append(_row(inspect_run(run)))
-                    if log is not None and changed > since:
-                        curves[name] = _curves(log, smoothing)
                 except FileNotFoundError:  # the run has just been removed
                     continue
                 except DataError as error:
                     runs.append({"name": name, "state": "unreadable", "error": str(error)})
-            return {"version": now, "runs": runs, "curves": curves}
-
-    def _read_log(self, run: Path, now: int) -> tuple[RunLog, int]:
-        name = str(run)
-        if name not in self._logs:
-            self._logs[name] = (RunLog(run), now)
-        else:
-            log, changed = self._logs.pop(name)  # dropped if update() fails
-            self._logs[name] = (log, now if log.update() else changed)
-        return self._logs[name]
+            oldest = time.monotonic() - KEEP_SECONDS
+            self._curves = {name: kept for name, kept in self._curves.items() if kept.requested >= oldest}
+            return {"version": version, "runs": runs, "curves": curves}
 
 
 def _row(info: RunInfo) -> dict[str, Any]:
@@ -127,67 +118,8 @@ def _row(info: RunInfo) -> dict[str, Any]:
         "total": info.total,
         "loss": last.get("loss"),
         "validation": info.validation.get("loss"),
-        "tokens_per_second": live.get("tokens_per_second") or _speed(last),
+        "tokens_per_second": live.get("tokens_per_second") or speed(last),
         "peak_memory": last.get("peak_memory"),
         "eta_seconds": live.get("eta_seconds"),
-        "checkpoint": info.checkpoint,
         "modified": info.modified,
     }
-
-
-def _speed(line: dict[str, Any]) -> float | None:
-    return line["tokens"] / line["seconds"] if line.get("seconds") else None
-
-
-def _curves(log: RunLog, smoothing: float) -> dict[str, Any]:
-    """The curves of a run; losses and speed are smoothed over `smoothing` percent of the steps."""
-    steps, span = log.steps, max(1, round(len(log.steps) * smoothing / 100))
-    loss = [line["loss"] for line in steps]
-    smoothed = smooth(loss, span)
-    columns = {
-        "loss": loss,
-        "smoothed": smoothed,
-        "tokens_per_second": smooth([_speed(line) for line in steps], span),
-        **{name: [line.get(name) for line in steps] for name in UNSMOOTHED},
-    }
-    kept = _select_steps(loss, smoothed)
-    samples = [{"step": line["after"], "text": line["text"]} for line in log.samples[-MAX_SAMPLES:]]
-    return {
-        "span": span,
-        **_axes(log, [steps[index]["after"] for index in kept]),
-        **{name: [_round(column[index]) for index in kept] for name, column in columns.items()},
-        "validation": {
-            **_axes(log, [line["after"] for line in log.validations]),
-            "loss": [_round(line["loss"]) for line in log.validations],
-        },
-        "resumes": _axes(log, [line["after"] - 1 for line in steps if line.get("resumed")]),
-        "samples": samples[::-1],
-    }
-
-
-def _select_steps(loss: Sequence[float | None], smoothed: Sequence[float | None]) -> list[int]:
-    """Indices of at most MAX_POINTS steps: of each group, the one farthest from the smoothed curve, to keep spikes."""
-    count = len(loss)
-    if count <= MAX_POINTS:
-        return list(range(count))
-
-    def distance(index: int) -> float:
-        value, mean = loss[index], smoothed[index]
-        return float("inf") if value is None or mean is None else abs(value - mean)
-
-    bounds = [count * group // MAX_POINTS for group in range(MAX_POINTS + 1)]
-    kept = [max(range(low, high), key=distance) for low, high in itertools.pairwise(bounds)]
-    return [*kept[:-1], count - 1]
-
-
-def _axes(log: RunLog, steps: Sequence[int]) -> dict[str, list[float]]:
-    """The x-axis values: steps, tokens and seconds of training."""
-    return {
-        "step": list(steps),
-        "tokens": [log.tokens.get(step, 0) for step in steps],
-        "seconds": [round(log.seconds.get(step, 0.0), 3) for step in steps],
-    }
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{DIGITS}g}")

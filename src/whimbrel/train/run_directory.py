@@ -267,20 +267,21 @@ def _after(line: bytes) -> int | None:
 
 
 def last_line(path: Path, kind: str) -> dict[str, Any] | None:
-    """The last line of a kind, searched from the end of the file."""
+    """The last line of a kind, searched block by block from the end of the file."""
     prefix = f'{{"kind": "{kind}"'.encode()
     with path.open("rb") as file:
-        end, block = file.seek(0, os.SEEK_END), READ_BLOCK_BYTES
-        while True:
-            start = file.seek(max(0, end - block))
-            lines = file.read(end - start).split(b"\n")[1 if start else 0 : -1]
-            for line in reversed(lines):
-                if line.startswith(prefix):
-                    record: dict[str, Any] = json.loads(line)
-                    return record
-            if start == 0:
-                return None
-            block *= 4
+        start, rest = file.seek(0, os.SEEK_END), b""
+        while start > 0:
+            end, start = start, max(0, start - READ_BLOCK_BYTES)
+            file.seek(start)
+            block = file.read(end - start) + rest
+            if prefix in block:
+                for line in reversed(block.split(b"\n")[1 if start else 0 : -1]):
+                    if line.startswith(prefix):
+                        record: dict[str, Any] = json.loads(line)
+                        return record
+            rest = block[: block.find(b"\n") + 1] or block  # the end of a line that starts in an earlier block
+    return None
 
 
 def _missing(record: object) -> str | None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whimbrel.base.errors import DataError
-from whimbrel.checkpoint import latest_checkpoint
 from whimbrel.train.control import query_status
 from whimbrel.train.run_directory import LOG_FILE, last_line, log_path, parse_log
 
-__all__ = ["RunInfo", "RunLog", "find_runs", "inspect_run", "smooth"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["LogReader", "RunInfo", "RunLog", "find_runs", "inspect_run", "smooth"]
 
 LOG_PATTERNS = (LOG_FILE, f"*/{LOG_FILE}", f"*/*/{LOG_FILE}")
 """Where to look for runs: the directory itself and two levels below."""
+BLOCK_BYTES = 1 << 18
+"""How much of a log is parsed at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +35,6 @@ class RunInfo:
     """The last step in its log; empty before the first one."""
     validation: dict[str, Any]
     """The last validation in its log; empty before the first one."""
-    checkpoint: str | None
     modified: float
     """When its log was last written, as a Unix time."""
     live: dict[str, Any] | None
@@ -57,28 +62,68 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
 def inspect_run(run: Path) -> RunInfo:
     """The state of a run, from the end of its log and, if it is running, from its control server."""
     log = run / LOG_FILE
-    last, validation, newest = last_line(log, "step"), last_line(log, "validation"), latest_checkpoint(run)
+    last, validation = last_line(log, "step"), last_line(log, "validation")
     state, live = query_status(run)
     name = state.replace("-", " ")
     if state == "ended":
         name = "finished" if last and last["after"] == last.get("total") else "stopped"
-    checkpoint = None if newest is None else newest.name
     return RunInfo(
-        run=run, state=name, last=last or {}, validation=validation or {}, checkpoint=checkpoint, live=live,
-        modified=log.stat().st_mtime,
-    )  # fmt: skip
+        run=run, state=name, last=last or {}, validation=validation or {}, live=live, modified=log.stat().st_mtime
+    )
 
 
-class RunLog:
-    """The log of a run by kind of line; `update` reads what has been added since."""
+class LogReader(ABC):
+    """Reads a log while it is written: `update` passes each new line to `add`."""
 
     def __init__(self, run: Path) -> None:
-        """`run` is its directory or the log itself. Raises DataError if it does not exist or is invalid."""
+        """`run` is its directory or the log itself; raises DataError if it does not exist. Does not read it yet."""
         self.path = log_path(run)
-        self._clear()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._size = self._count = 0
+        self._last_line = b""
+        self.clear()
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all lines."""
+
+    @abstractmethod
+    def add(self, record: dict[str, Any]) -> None:
+        """Add a line."""
+
+    def update(self) -> bool:
+        """Read new lines, or everything if a resumed run has removed lines; returns whether there is anything new.
+
+        Raises DataError if a line is invalid; the lines before it need not be read again.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self._size - len(self._last_line))
+            changed = file.read(len(self._last_line)) != self._last_line
+            if changed:
+                self._restart()
+            while True:
+                file.seek(self._size)  # an incomplete line is read again
+                lines = [line for line in file.readlines(BLOCK_BYTES) if line.endswith(b"\n")]
+                if not lines:
+                    return changed
+                for record in parse_log(self.path, b"".join(lines), self._count + 1):
+                    self.add(record)
+                self._size += sum(map(len, lines))
+                self._count += len(lines)
+                self._last_line, changed = lines[-1], True
+
+
+class RunLog(LogReader):
+    """The log of a run by kind of line."""
+
+    def __init__(self, run: Path) -> None:
+        """Raises DataError if the log does not exist or is invalid."""
+        super().__init__(run)
         self.update()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
@@ -87,9 +132,7 @@ class RunLog:
         earlier steps."""
         self.seconds: dict[int, float] = {}
         """Time spent in training steps, by completed steps."""
-        self._size = self._count = 0
         self._total_tokens, self._total_seconds = 0, 0.0
-        self._last_line = b""
 
     @property
     def name(self) -> str:
@@ -101,26 +144,7 @@ class RunLog:
         """Number of steps before the first one in the log."""
         return int(self.steps[0]["after"]) - 1
 
-    def update(self) -> bool:
-        """Read new lines, or everything if a resumed run has removed lines; returns whether there is anything new."""
-        with self.path.open("rb") as file:
-            file.seek(self._size - len(self._last_line))
-            content = file.read()
-            cleared = not content.startswith(self._last_line)
-            if cleared:
-                self._clear()
-                file.seek(0)
-                content = file.read()
-        content = content[len(self._last_line) : content.rfind(b"\n") + 1]
-        for record in parse_log(self.path, content, self._count + 1):
-            self._add(record)
-        self._size += len(content)
-        if content:
-            self._last_line = content[content.rfind(b"\n", 0, -1) + 1 :]
-        return cleared or bool(content)
-
-    def _add(self, record: dict[str, Any]) -> None:
-        self._count += 1
+    def add(self, record: dict[str, Any]) -> None:
         after, kind = int(record["after"]), record["kind"]
         if kind == "step":
             self._total_tokens += record["tokens"]
@@ -133,18 +157,18 @@ class RunLog:
         self.tokens[after], self.seconds[after] = self._total_tokens, self._total_seconds
 
 
-def smooth(values: Sequence[float | None], span: int) -> list[float | None]:
-    """Moving average over about `span` values around each one; None stays None and does not count.
+def smooth(values: Sequence[float | None] | NDArray[np.float64], span: int) -> NDArray[np.float64]:
+    """Moving average over about `span` values around each one; None and NaN become NaN and do not count.
 
     The window grows symmetrically at the start, so that a falling curve is not shifted, and is cut off at the end.
     """
-    sums, counts = [0.0], [0]
-    for value in values:
-        sums.append(sums[-1] + (value or 0.0))
-        counts.append(counts[-1] + (value is not None))
-    smoothed: list[float | None] = []
-    for index, value in enumerate(values):
-        half = min(index, span // 2)
-        low, high = index - half, min(index + half + 1, len(values))
-        smoothed.append(None if value is None else (sums[high] - sums[low]) / (counts[high] - counts[low]))
-    return smoothed
+    import numpy as np
+
+    values = np.asarray(values, dtype=np.float64)
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    index = np.arange(len(values))
+    half = np.minimum(index, span // 2)
+    low, high = index - half, np.minimum(index + half + 1, len(values))
+    return np.where(known, (sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1), np.nan)

@@ -14,8 +14,9 @@ pytest.importorskip("httpx", reason="needs the package 'httpx'")
 from starlette.testclient import TestClient
 
 from whimbrel.base.errors import DataError
-from whimbrel.server import ServeConfig
-from whimbrel.server.run_page import MAX_POINTS, MAX_SAMPLES, RunPage
+from whimbrel.server import ServeConfig, run_page
+from whimbrel.server.run_curves import MAX_POINTS, MAX_SAMPLES
+from whimbrel.server.run_page import RunPage
 from whimbrel.train.control import ControlServer, Endpoint
 from whimbrel.train.run_directory import log_line
 
@@ -58,6 +59,7 @@ def test_curves_are_sent_once_and_again_when_the_log_changes(client: TestClient)
     [row] = first["runs"]
     assert (row["name"], row["state"], row["step"], row["total"]) == ("runs/a", "finished", 6, 6)
     assert row["tokens_per_second"] == 128
+    assert "checkpoint" not in row  # not shown, and it would be searched for at every poll
     query = {"run": "runs/a", "smoothing": 0}
     reply = client.get("/api/runs", params=query).json()
     curve = reply["curves"]["runs/a"]
@@ -94,6 +96,20 @@ def test_long_runs_are_thinned_but_keep_their_spikes_and_last_step(client: TestC
     assert curve["span"] == 120
     assert [sample["step"] for sample in curve["samples"][:2]] == [6024, 6023]
     assert len(curve["samples"]) == MAX_SAMPLES
+
+
+def test_curves_that_are_no_longer_requested_are_dropped(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_steps(Path("runs/a"), 1, 6)
+    page = RunPage([Path("runs")], ServeConfig(port=0))
+    client = TestClient(page.app, base_url="http://127.0.0.1")
+    reply = client.get("/api/runs", params={"run": "runs/a"}).json()
+    client.get("/api/runs")
+    assert page._curves.keys() == {"runs/a"}
+    monkeypatch.setattr(run_page, "KEEP_SECONDS", 0)
+    client.get("/api/runs")
+    assert page._curves == {}
+    query = {"run": "runs/a", "since": reply["version"]}
+    assert client.get("/api/runs", params=query).json()["curves"] == reply["curves"]
 
 
 def test_an_unreadable_log_does_not_hide_other_runs(client: TestClient) -> None:

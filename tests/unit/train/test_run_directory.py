@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ def test_last_step_reads_from_the_end(tmp_path: Path) -> None:
     log.write_text(steps + text + '{"kind": "step", "after": 3001')
     assert log.stat().st_size > 4 * READ_BLOCK_BYTES
     assert last_line(log, "step") == [line for line in read_log(log) if line["kind"] == "step"][-1]
+
+
+def test_a_kind_that_is_rare_or_missing_is_searched_with_little_memory(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    steps = "".join(step_line(n, n / 7) for n in range(1, 30_001))
+    assert len(steps) > 20 * READ_BLOCK_BYTES
+    log.write_text(log_line("validation", 0, {"loss": 5.0}) + steps)
+    tracemalloc.start()
+    try:
+        assert last_line(log, "validation") == {"kind": "validation", "after": 0, "loss": 5.0}
+        assert last_line(log, "sample") is None
+        assert tracemalloc.get_traced_memory()[1] < 10 * READ_BLOCK_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 def test_truncating_a_log_removes_later_lines(tmp_path: Path) -> None:

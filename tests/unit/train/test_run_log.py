@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from whimbrel.base.errors import DataError
+from whimbrel.train import run_log
 from whimbrel.train.run_directory import log_line, truncate_log
 from whimbrel.train.run_log import RunLog, smooth
 
@@ -55,6 +57,17 @@ def test_update_after_a_resume_drops_the_removed_lines(log: Path, later: int) ->
     assert run.seconds[3] == 1.25
 
 
+def test_a_log_of_several_blocks_is_read_completely(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append(log, *range(3, 10))
+    monkeypatch.setattr(run_log, "BLOCK_BYTES", 150)  # a line has about 80
+    run = RunLog(log)
+    assert [line["after"] for line in run.steps] == list(range(1, 10))
+    with log.open("a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(DataError, match="log.jsonl:10 is not JSON"):
+        run.update()
+
+
 def test_invalid_line_is_reported_with_its_number(log: Path) -> None:
     run = RunLog(log)
     with log.open("a") as file:
@@ -66,6 +79,6 @@ def test_invalid_line_is_reported_with_its_number(log: Path) -> None:
 def test_smoothing_keeps_gaps_and_does_not_shift_a_line() -> None:
     line = [float(value) for value in range(20)]
     assert smooth(line, 5)[:-2] == pytest.approx(line[:-2])
-    assert smooth([5.0, 5.0, None, 5.0], 3) == [5.0, 5.0, None, 5.0]
-    assert smooth([4.0, 1.0, 2.5], 1) == [4.0, 1.0, 2.5]
+    assert smooth([5.0, 5.0, None, 5.0], 3) == pytest.approx([5.0, 5.0, math.nan, 5.0], nan_ok=True)
+    assert smooth([4.0, 1.0, 2.5], 1) == pytest.approx([4.0, 1.0, 2.5])
     assert smooth([1.0, 4.0, 2.0, 8.0], 100) == pytest.approx([1.0, 7 / 3, 15 / 4, 15 / 4])

@@ -35,7 +35,11 @@ const card = () => cards.find(({ id }) => id === model.value);
 const entries = () => state[state.mode];
 
 function store() {
-  sessionStorage.setItem(STATE, JSON.stringify(state));
+  try {
+    sessionStorage.setItem(STATE, JSON.stringify(state));
+  } catch { // QuotaExceededError
+    showStatus("This conversation is too long to be stored: it will be lost when the page is closed or reloaded.", true);
+  }
 }
 
 function showStatus(message, isError = false) {
@@ -284,7 +288,7 @@ function notes(finish, dropped, total, empty) {
   return parts.join(" ");
 }
 
-// Runs `change`, which changes the entries, then generates. Without a response, restores them and puts `input` into the text field.
+// Runs `change`, which changes the entries, then generates. Without a response, restores them and puts `input` back into the text field.
 // Afterwards, the button of the last entry named `action` has the focus again.
 async function generate(change, { input = "", action = null } = {}) {
   if (controller) return;
@@ -313,14 +317,14 @@ async function generate(change, { input = "", action = null } = {}) {
     if (error.status === 401) askForKey();
     if (!entry?.tokens) {
       state = saved;
-      text.value ||= input;
+      text.value = [input, text.value].filter(Boolean).join("\n\n"); // the next message may already be there
     }
   } finally {
     if (status.textContent === "Generating…") showStatus("");
     controller = null;
     setBusy(false);
-    if (cards.length) follow(render);
     store();
+    if (cards.length) follow(render);
     restoreFocus(action);
   }
 }

@@ -2,8 +2,15 @@
 
 export const KEY = "whimbrel.key"; // in sessionStorage, entered on the chat page
 
+// fetch would reject such a key as if the server could not be reached.
+export function checkKey(key) {
+  if (/^[ -~]*$/.test(key)) return;
+  throw Object.assign(new Error("The key is incorrect: keys contain only printable ASCII characters."), { status: 401 });
+}
+
 export async function request(path, options = {}) {
-  const key = sessionStorage.getItem(KEY);
+  const key = sessionStorage.getItem(KEY) ?? "";
+  checkKey(key);
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
     throw error.name === "AbortError" ? error : new Error("Cannot reach the server.");

@@ -92,6 +92,6 @@ function show(api) {
 try {
   show(await (await request("/openapi.json")).json());
 } catch (error) {
-  const message = error.status === 401 ? "This server requires an API key: enter it on the chat page in this tab." : error.message;
+  const message = error.status === 401 ? `${error.message} Enter it on the chat page in this tab.` : error.message;
   routes.replaceChildren(element("p", { textContent: message }));
 }

@@ -33,9 +33,17 @@ export function updateContent(content, entry) {
   if (entry.role === "completion") {
     content.replaceChildren(entry.prompt, element("span", { className: "generated", textContent: entry.content }));
   } else if (entry.role === "assistant") {
-    content.replaceChildren(renderMarkdown(entry.content), ...(entry.tool_calls ?? []).map(showCall));
+    content.replaceChildren(renderAnswer(entry.content), ...(entry.tool_calls ?? []).map(showCall));
   } else {
     content.textContent = entry.content;
+  }
+}
+
+function renderAnswer(text) {
+  try {
+    return renderMarkdown(text);
+  } catch { // marked recurses too deeply, for example in thousands of ">"
+    return element("div", { className: "plain", textContent: text });
   }
 }
 
@@ -86,7 +94,8 @@ export function showEditor(item, text, label, save, cancel) {
 
 export const isTouch = () => matchMedia("(pointer: coarse)").matches;
 
-// On touch screens, Enter starts a new line: there is no Shift+Enter.
+// On touch screens, Enter starts a new line: there is no Shift+Enter. The Enter that ends the input of an input method (as for
+// Japanese) does not submit; in Safari, only the key code tells it apart.
 export function isSubmitKey(event) {
-  return event.key === "Enter" && !event.shiftKey && !event.isComposing && !isTouch();
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229 && !isTouch();
 }

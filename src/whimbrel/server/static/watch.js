@@ -1,7 +1,7 @@
 // The page of `whimbrel watch`: polls /api/runs and draws its curves. Text is only ever set as textContent, so that
 // samples cannot inject HTML.
 
-import { element, errorMessage } from "/page/client.js";
+import { checkKey, element, errorMessage } from "/page/client.js";
 
 const find = (id) => document.getElementById(id);
 const POLL_RUNNING = 1000, POLL_IDLE = 5000, NOTICE = 8000; // milliseconds
@@ -21,7 +21,7 @@ const CHARTS = [
 const AXIS_NAMES = { step: "step", tokens: "tokens", seconds: "training time" };
 
 let runs = [];
-let selected = null; // names of the runs that are drawn; null until the first response
+const selected = new Set(); // names of the runs that are drawn
 const curves = new Map(); // by name
 let version = 0;
 let charts = [];
@@ -59,16 +59,23 @@ function showStatus(message, isError = false) {
 // ---------------------------------------------------------------------------------------------- requests
 
 async function call(path, options = {}) {
-  const key = sessionStorage.getItem("whimbrel.watch.key");
-  const headers = { Authorization: `Bearer ${key ?? ""}`, "Content-Type": "application/json" };
-  const response = await fetch(path, { ...options, headers });
-  const body = await response.json().catch(() => null);
-  if (response.ok) return body;
-  if (response.status === 401) {
-    askForKey();
-    throw new Error(key ? "The key is incorrect." : "This page requires a key.");
-  }
-  throw new Error(errorMessage(response, body, key));
+  const key = sessionStorage.getItem("whimbrel.watch.key") ?? "";
+  checkKey(key);
+  const headers = { Authorization: `Bearer ${key}`, "Content-Type": "application/json" };
+  const response = await fetch(path, { ...options, headers }).catch(reportDisconnected);
+  if (response.ok) return response.json().catch(reportDisconnected);
+  if (response.status === 401) throw Object.assign(new Error(key ? "The key is incorrect." : "This page requires a key."), { status: 401 });
+  throw new Error(errorMessage(response, await response.json().catch(() => null), key));
+}
+
+function reportDisconnected() {
+  const names = runs.length <= 3 ? runs.map((run) => ` ${run.name}`).join("") : "";
+  throw new Error(`Disconnected. To see the runs again, run: whimbrel watch${names}`);
+}
+
+function showError(error) {
+  if (error.status === 401) askForKey();
+  showStatus(error.message, true);
 }
 
 function askForKey() {
@@ -82,34 +89,48 @@ async function refresh() {
   request?.abort();
   const own = (request = new AbortController());
   const query = new URLSearchParams({ smoothing: find("smoothing").value, since: version });
-  for (const name of selected ?? []) query.append("run", name);
+  for (const name of selected) query.append("run", name);
   try {
     const reply = await call(`/api/runs?${query}`, { signal: own.signal });
     find("login").hidden = true;
+    const known = new Set(runs.map((run) => run.name));
     runs = reply.runs;
     version = reply.version;
     for (const [name, curve] of Object.entries(reply.curves)) {
       curve.peak_memory = curve.peak_memory.map((value) => value && value / GIB);
       curves.set(name, curve);
     }
-    if (selected === null) {
-      const newest = [...runs].sort((a, b) => (b.state === "running") - (a.state === "running") || b.modified - a.modified);
-      const chosen = newest.slice(0, MAX_SELECTED);
-      selected = new Set(runs.filter((run) => chosen.includes(run)).map((run) => run.name));
-      version = 0;
-      if (selected.size) return void refresh();
-    }
+    const removed = removeMissing();
+    const added = selectNew(known);
     if (Date.now() >= noticeEnd) showStatus(describe());
     showRuns();
-    if (Object.keys(reply.curves).length) draw();
+    if (removed || Object.keys(reply.curves).length) draw();
+    if (added) return reload();
   } catch (error) {
     if (own.signal.aborted) return;
-    const lost = error instanceof TypeError; // fetch could not connect
-    const names = runs.length <= 3 ? runs.map((run) => ` ${run.name}`).join("") : "";
-    showStatus(lost ? `Disconnected. To see the runs again, run: whimbrel watch${names}` : error.message, true);
+    showError(error);
   }
   const wait = runs.some((run) => run.state === "running") ? POLL_RUNNING : POLL_IDLE;
   if (!document.hidden) timer = setTimeout(refresh, wait);
+}
+
+function removeMissing() {
+  const names = new Set(runs.map((run) => run.name));
+  const missing = [...selected, ...curves.keys()].filter((name) => !names.has(name));
+  for (const name of missing) {
+    selected.delete(name);
+    curves.delete(name);
+  }
+  return missing.length > 0;
+}
+
+// Selects the newest runs when the page is opened; later, also those that appear, as long as there are colors.
+function selectNew(known) {
+  const added = runs.filter((run) => !known.has(run.name));
+  const newest = [...added].sort((a, b) => (b.state === "running") - (a.state === "running") || b.modified - a.modified);
+  const chosen = newest.slice(0, Math.max((known.size ? COLORS : MAX_SELECTED) - selected.size, 0));
+  for (const run of added) if (chosen.includes(run)) selected.add(run.name);
+  return chosen.length > 0;
 }
 
 function reload() {
@@ -131,7 +152,7 @@ async function control(run, action) {
     const reply = await call("/api/control", { method: "POST", body: JSON.stringify({ run, action }) });
     showStatus(`${run} (step ${reply.step}) ${reply.message}`);
   } catch (error) {
-    showStatus(error.message, true);
+    showError(error);
   }
   noticeEnd = Date.now() + NOTICE;
 }
@@ -362,7 +383,7 @@ find("login").addEventListener("submit", (event) => {
   sessionStorage.setItem("whimbrel.watch.key", find("key").value);
   reload();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => selected && draw());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 document.addEventListener("visibilitychange", () => !document.hidden && refresh());
 
 function takeKey() { // the printed link ends with #key=...; the key is not left in the address bar
