@@ -187,6 +187,18 @@ def test_the_progress_bar_shows_metrics(make_run: Any) -> None:
     assert text.count("Total tokens processed: 512") == 1
 
 
+def test_the_progress_bar_is_at_the_step_of_a_message_and_of_the_end(make_run: Any) -> None:
+    callback, out = terminal()
+    run = make_run(callback, steps=9).begin()
+    for _ in range(3):
+        run.step(loss=2.0)
+    run.save()
+    assert re.search(r"checkpoint after step 3: .*step 3/9", without_colors(out.getvalue()), re.DOTALL)
+    run.step(loss=2.0)
+    run.end()
+    assert "step 4/9" in without_colors(out.getvalue())
+
+
 def test_eta_is_the_time_of_the_steps_left(make_run: Any) -> None:
     callback, out = without_terminal()
     run = make_run(callback, steps=100).begin()
