@@ -327,7 +327,7 @@ class ControlCallback(TrainerCallback):
         control.should_abort_without_save |= "abort" in actions
         self.is_draining |= "save-stop" in actions
         if actions - {"save"}:
-            self.reason = f"whimbrel control {' '.join(sorted(actions))}"
+            self.reason = f"requested by whimbrel control {' '.join(sorted(actions))}"
 
     def _answer(self, action: str) -> dict[str, Any]:
         """Reply to a request; runs in the listening thread, so it only reads state and appends to the queue."""

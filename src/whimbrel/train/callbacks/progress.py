@@ -388,8 +388,8 @@ def _stop_lines(
     if stop.callback in {number.name for number in SIGNALS}:
         yield f"Interrupted by {stop.callback}"
     else:
-        request = "an abort" if stop.kind == "abort" else "a stop"
-        yield f"{stop.callback} requested {request}" + (f": {reason}" if reason else f" ({stop.event})")
+        action = "Aborting" if stop.kind == "abort" else "Stopping"
+        yield f"{action}: {reason or f'requested by {stop.callback} ({stop.event})'}"
     if stop.kind == "abort":
         latest = f"the latest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         yield f"Aborted at step {step} without saving; {latest}"

@@ -131,7 +131,7 @@ def test_the_reason_for_a_stop_is_printed(make_run: Any, tmp_path: Path) -> None
     run.save()
     run.end()
     assert out.getvalue().splitlines()[-2:] == [
-        "EarlyStoppingCallback requested a stop: loss has not improved on 1.0 for 1 evaluations",
+        "Stopping: loss has not improved on 1.0 for 1 evaluations",
         f"Stopped at step 1, saved to {tmp_path}/run/checkpoints/step-00000001: rerun the same command to resume",
     ]
 
@@ -159,7 +159,7 @@ def test_an_abort_reports_the_latest_checkpoint(make_run: Any) -> None:
     run.step(loss=1.0)
     run.end()
     assert out.getvalue().splitlines()[-2:] == [
-        "me requested an abort (on_step_end)",
+        "Aborting: requested by me (on_step_end)",
         "Aborted at step 1 without saving; there is no checkpoint",
     ]
 
