@@ -237,4 +237,4 @@ def _reason(error: Exception, name: str | None = None, revision: str | None = No
     if cause is None or (status is None and type(cause).__name__ in ("ConnectError", "ConnectTimeout")):
         return f"no connection to {constants.ENDPOINT}: check the network"
     lines = [str(each).strip().partition("\n")[0] or type(each).__name__ for each in (cause, cause.__cause__) if each]
-    return ": ".join(lines)
+    return ": ".join(dict.fromkeys(lines))
