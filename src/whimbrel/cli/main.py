@@ -145,13 +145,19 @@ def build_app(command: str | None = None) -> typer.Typer:
         if isinstance(function, typer.Typer):
             for each in function.registered_commands:
                 each.cls = _Command
+                each.help, each.short_help = _help_texts(each.callback)
             app.add_typer(function, name=name)
         else:
-            # Typer keeps the line breaks of a docstring; without them, paragraphs wrap to the width of the terminal.
-            paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(function.__doc__).split("\n\n")]
             kind = CommandWithOverrides if name in WITH_OVERRIDES else _Command
-            app.command(name, cls=kind, help="\n\n".join(paragraphs), short_help=paragraphs[0])(function)
+            text, short_text = _help_texts(function)
+            app.command(name, cls=kind, help=text, short_help=short_text)(function)
     return app
+
+
+def _help_texts(function: Any) -> tuple[str, str]:
+    """The docstring of a command and its first paragraph, without the line breaks that Typer would keep."""
+    paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(function.__doc__).split("\n\n")]
+    return "\n\n".join(paragraphs), paragraphs[0]
 
 
 def _print_version(requested: bool) -> None:

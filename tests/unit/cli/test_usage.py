@@ -65,6 +65,9 @@ def test_help_never_cuts_off_a_name(whimbrel, monkeypatch: pytest.MonkeyPatch, c
     listed = [line.split()[0] for line in out.partition("Commands:")[2].splitlines() if line[:3].strip()]
     assert (code, listed) == (0, list(COMMANDS))
     assert "..." not in out.partition("Commands:")[2]
+    _, out, _ = whimbrel("tokenizer")
+    assert "transformers" in out.partition("Commands:")[2]
+    assert "..." not in out.partition("Commands:")[2]
     for command, option in (("generate", "--repetition-penalty"), ("eval", "--max-new-tokens")):
         _, out, _ = whimbrel(command, "--help")
         assert option in out
