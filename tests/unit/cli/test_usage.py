@@ -38,6 +38,8 @@ def whimbrel(capsys: pytest.CaptureFixture[str]):
         (("train", "run.toml", "--pain"), "unknown option --pain: did you mean --plain?"),
         (("generate", "model", "--temprature", "3"), "did you mean --temperature?"),
         (("generate", "model", "--max_new_token", "3"), "did you mean --max-new-tokens?"),
+        (("finalize", "model", "--out-dir", "x"), "unknown option --out-dir; see whimbrel finalize --help"),
+        (("init", "chat-lora", "--name", "x"), "unknown option --name; see whimbrel init --help"),
         (("generate", "model", "one", "two"), "quote a prompt"),
         (("train", "run.toml", "-steps", "5"), "unknown option -steps: did you mean --train.steps?"),
         (("train", "run.toml", "-lr=3"), "did you mean --optim.lr?"),
