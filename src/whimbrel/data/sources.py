@@ -356,7 +356,7 @@ class HubDataset:
             ) from error
         # Hide the warnings about retries; the last failure is raised below.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        local_files = "pass local files, as in `whimbrel prepare 'fineweb/*.parquet'`"
+        local_files = "pass local files, such as 'fineweb/*.parquet'"
         try:
             rows = iter(datasets.load_dataset(self.dataset, self.config, split="train", streaming=True).skip(skip))
         except FileNotFoundError as error:  # includes DatasetNotFoundError
