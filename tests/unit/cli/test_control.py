@@ -126,10 +126,13 @@ def test_stop_evaluates_and_saves_and_abort_does_neither(
     [
         (["run", "die"], "unknown action 'die' (choose from: status, save, stop, save-stop, abort)"),
         (["run", "stop"], "no such run directory: run"),
+        (["experimnet", "stop"], "no such run directory: experimnet: did you mean experiment?"),
         ([".", "stop"], ". is not running: it has no endpoint.json"),
     ],
 )
 def test_error_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
+    (workdir / "experiment").mkdir()
+    (workdir / "experiment" / "config.toml").touch()
     with pytest.raises(SystemExit) as ended:
         main(["control", *arguments])
     assert ended.value.code == 2
