@@ -68,7 +68,7 @@ def test_auto_run_of_two_processes_says_its_strategy_and_obeys_control(
     assert re.search(r"run .*running", capfd.readouterr().out)
     assert whimbrel("control", "run", "stop") == 0
     assert run.wait_for_exit() == 0
-    assert "ControlCallback requested a stop: whimbrel control stop" in run.text()
+    assert "Stopping: requested by whimbrel control stop" in run.text()
     assert max(list_checkpoints(run.folder / "run")) == len(run.losses())
 
 

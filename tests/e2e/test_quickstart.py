@@ -58,6 +58,11 @@ def test_trains_evaluates_and_prints_commands_that_work(texts: Path, capsys: pyt
     assert Path(export[-1]).read_bytes().startswith(b"GGUF")
 
 
+def test_a_source_listed_twice_is_reported_once(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whimbrel("quickstart", "texts/a.txt", *COMMAND[1:]) == 0
+    assert capsys.readouterr().err.count("a.txt is listed more than once") == 1
+
+
 def test_config_trains_the_same_run(texts: Path) -> None:
     assert whimbrel(*COMMAND) == 0
     assert whimbrel("train", "runs/small.toml", "--output_dir=runs/again", "--plain") == 0

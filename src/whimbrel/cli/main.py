@@ -145,13 +145,19 @@ def build_app(command: str | None = None) -> typer.Typer:
         if isinstance(function, typer.Typer):
             for each in function.registered_commands:
                 each.cls = _Command
+                each.help, each.short_help = _help_texts(each.callback)
             app.add_typer(function, name=name)
         else:
-            # Typer keeps the line breaks of a docstring; without them, paragraphs wrap to the width of the terminal.
-            paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(function.__doc__).split("\n\n")]
             kind = CommandWithOverrides if name in WITH_OVERRIDES else _Command
-            app.command(name, cls=kind, help="\n\n".join(paragraphs), short_help=paragraphs[0])(function)
+            text, short_text = _help_texts(function)
+            app.command(name, cls=kind, help=text, short_help=short_text)(function)
     return app
+
+
+def _help_texts(function: Any) -> tuple[str, str]:
+    """The docstring of a command and its first paragraph, without the line breaks that Typer would keep."""
+    paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(function.__doc__).split("\n\n")]
+    return "\n\n".join(paragraphs), paragraphs[0]
 
 
 def _print_version(requested: bool) -> None:
@@ -301,7 +307,8 @@ def _unknown_option(error: Any, args: Sequence[str]) -> str:
     if not name.startswith("--"):  # of -steps, the parser reports only -s
         name = next((arg.partition("=")[0] for arg in args if arg.startswith(name)), name)
     command, typed = error.ctx.command, name.lstrip("-").replace("_", "-")
-    known = {option for parameter in command.get_params(error.ctx) for option in parameter.opts}
+    options = [option for parameter in command.get_params(error.ctx) for option in parameter.opts]
+    known = {option for option in options if option.startswith("--")}  # not the arguments
     similar = sorted(option for option in known if len(typed) == 1 and option.startswith(f"--{typed.lower()}"))
     if isinstance(command, CommandWithOverrides) and not similar:
         from whimbrel.cli.train import run_settings
@@ -310,7 +317,7 @@ def _unknown_option(error: Any, args: Sequence[str]) -> str:
         similar = [setting for setting in settings if re.split("[-.]", setting)[-1] == typed.replace("-", "_")]
         known.update(settings)
     if not similar and len(typed) > 1:
-        names = {option.lstrip("-"): option for option in known}  # common dashes would count as similar
+        names = {option.removeprefix("--"): option for option in known}  # common dashes would count as similar
         similar = [names[close] for close in [suggest(typed, names)] if close is not None]
     hint = f": did you mean {_either(similar)}?" if similar else f"; see {error.ctx.command_path} --help"
     return f"unknown option {name}{hint}"

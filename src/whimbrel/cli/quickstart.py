@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whimbrel.cli.data import Encoding, Separator, SkipBad, TextKey, load_named_tokenizer
-from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls, format_escapes, print_text
+from whimbrel.cli.terminal import ProgressBar, configure_logging, escape_controls, format_escapes, print_text, warn_once
 from whimbrel.cli.train import Plain, Watch, is_finished, run_training
 from whimbrel.train.callback import TrainerCallback
 
@@ -119,8 +119,9 @@ def quickstart(
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     command = _one_line(shlex.join(["whimbrel", "quickstart", *source, *given, *_reading_options(reading)]))
     job = _Job(source, run, start, 60 * minutes, depth, tokenizer, reading, command)
-    if not job.config_exists():
-        job.write_config()
+    with warn_once("whimbrel.data.sources"):  # the text is read to train the tokenizer, then to encode it
+        if not job.config_exists():
+            job.write_config()
     from whimbrel.train import load_run_config
 
     config = load_run_config(job.config_file)

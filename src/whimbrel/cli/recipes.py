@@ -96,7 +96,7 @@ def init(
         raise ConfigError(f"{target} exists: pass --force to replace it, or another path")
     with atomic_file(target) as file:
         file.write(recipes[name].read_bytes())
-    print(escape_controls(f"Wrote {target}. Edit it, then run: whimbrel train {target}"))
+    print(escape_controls(f"Wrote {target}. Edit it, then run: whimbrel train {shlex.quote(str(target))}"))
 
 
 def prepare_data(name: Path, data: Path | tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -158,7 +159,8 @@ def _print_next_commands(trainer: Trainer) -> None:
         with contextlib.suppress(OSError, ValueError):  # standard output is gone
             is_chat_model = (checkpoint / "model" / TEMPLATE_FILE).is_file()
             first, second = ("chat", "generate") if is_chat_model else ("generate", "chat")
-            print(f"Next: whimbrel {first} {run} (or {second}, serve, eval, export, plot)", flush=True)
+            command = shlex.join(["whimbrel", first, str(run)])
+            print(f"Next: {command} (or {second}, serve, eval, export, plot)", flush=True)
 
 
 def is_finished(trainer: Trainer) -> bool:

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -124,7 +125,7 @@ class LivePage(TrainerCallback):
             return
         directory = Path(event["trainer"].config.output_dir)
         if not self._serve:
-            logger.info("For a live page of this run: whimbrel watch %s", directory)
+            logger.info("For a live page of this run: whimbrel watch %s", shlex.quote(str(directory)))
             return
         key = secrets.token_urlsafe(16)
         with socket.create_server(("127.0.0.1", 0)) as sock:

@@ -30,6 +30,7 @@ __all__ = [
     "check_unused",
     "convert",
     "did_you_mean",
+    "did_you_mean_path",
     "field_docs",
     "list_settings",
     "not_one_of",
@@ -37,6 +38,9 @@ __all__ = [
     "suggest",
     "to_table",
 ]
+
+MAX_NAMES = 5
+"""Maximum number of directories that an error message lists."""
 
 T = TypeVar("T")
 Table = Mapping[str, Any]
@@ -149,6 +153,21 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     """The end of an error message about an unknown name: the closest known name, or all of them."""
     close = suggest(name, known)
     return f" (choose from: {', '.join(sorted(known))})" if close is None else f": did you mean '{close}'?"
+
+
+def did_you_mean_path(path: Path, contents: Collection[str]) -> str:
+    """The end of an error message about a missing directory that contains one of `contents`.
+
+    Names the closest directory next to it, or all of them; empty if there are none.
+    """
+    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+    names = sorted(each.name for each in siblings if any((each / name).exists() for name in contents))
+    close = suggest(path.name, names)
+    if close is not None:
+        return f": did you mean {path.parent / close}?"
+    if not names or path.parent == Path():
+        return ""
+    return f" ({path.parent} has {', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''})"
 
 
 def not_one_of(setting: str, value: object, choices: Collection[str]) -> str:

@@ -114,7 +114,7 @@ class TokenDataLoader:
         batch = self._fetcher.fetch(self.position, next_position)
         before, self.position = self.epoch, next_position
         if self.epoch > before and self._identity["split"] == "train":  # validation data is read repeatedly on purpose
-            logger.info("starting epoch %d over the %d training tokens", self.epoch + 1, self.total_tokens)
+            logger.info("Epoch %d (%s training tokens)", self.epoch + 1, f"{self.total_tokens:,}")
         return batch
 
     def document_ids(self, x_BT: Tensor) -> Tensor | None:

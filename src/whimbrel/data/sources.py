@@ -150,7 +150,7 @@ def resolve_source(source: str) -> Sequence[Source]:
     if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None and (":" in source or not path.parent.is_dir()):
         dataset, _, config = source.partition(":")
         return [HubDataset(dataset, config or None)]
-    raise DataError(f"no such file: {source}{_similar_file(path)}; {_expected_source()}")
+    raise DataError(f"no such file: {source}{_similar_file(source)}; {_expected_source()}")
 
 
 def resolve_sources(sources: Sequence[str]) -> list[Source]:
@@ -260,8 +260,7 @@ def source_name(source: str) -> str:
     if glob.has_magic(source) and not path.exists():
         path = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
     name = path.resolve().name if path.is_dir() else path.name.split(":")[0]
-    suffixes = "|".join(re.escape(suffix) for suffix in (*FILE_TYPES, *CODECS))
-    name = re.sub(rf"({suffixes})+$", "", name, flags=re.IGNORECASE) if not path.is_dir() else name
+    name = name if path.is_dir() else _without_suffixes(name)
     return re.sub(r"[\W_]+", "-", name).strip("-") or "text"
 
 
@@ -356,7 +355,7 @@ class HubDataset:
             ) from error
         # Hide the warnings about retries; the last failure is raised below.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        local_files = "pass local files, as in `whimbrel prepare 'fineweb/*.parquet'`"
+        local_files = "pass local files, such as 'fineweb/*.parquet'"
         try:
             rows = iter(datasets.load_dataset(self.dataset, self.config, split="train", streaming=True).skip(skip))
         except FileNotFoundError as error:  # includes DatasetNotFoundError
@@ -610,11 +609,22 @@ def _file_type(path: Path) -> tuple[str | None, str | None]:
     return kind, codec
 
 
-def _similar_file(path: Path) -> str:
-    """Suggest the entry of the same directory with the most similar name."""
+def _without_suffixes(name: str) -> str:
+    """The name of a file without its supported suffixes."""
+    suffixes = "|".join(re.escape(suffix) for suffix in (*FILE_TYPES, *CODECS))
+    return re.sub(rf"({suffixes})+$", "", name, flags=re.IGNORECASE)
+
+
+def _similar_file(source: str) -> str:
+    """Suggest the entry of the same directory with the most similar name, disregarding suffixes; none for a glob."""
+    path = Path(source)
+    if glob.has_magic(source):
+        return ""
     with contextlib.suppress(OSError, ValueError):
-        name = suggest(path.name, [entry.name for entry in path.parent.iterdir()])
-        return "" if name is None else f" (did you mean {path.parent / name}?)"
+        entries = sorted(path.parent.iterdir(), key=lambda entry: entry.suffix == path.suffix)
+        by_stem = {_without_suffixes(entry.name): entry for entry in entries}  # the same suffix is preferred
+        close = suggest(_without_suffixes(path.name), by_stem)
+        return "" if close is None else f" (did you mean {by_stem[close]}?)"
     return ""
 
 

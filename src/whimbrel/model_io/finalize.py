@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -213,7 +214,8 @@ def finalize_adapter(
         needed = adapter_vocab_size(directory)
         resize = f"model.resize_token_embeddings({needed})  # for the special tokens added in training\n"
         resize = resize if needed > base_vocab_size else ""
-        card = ADAPTER_CARD.format(name=name or Path(out).name, base=base_model, resize=resize)
+        title = name or Path(out).name
+        card = ADAPTER_CARD.format(name=title, path=shlex.quote(title), base=base_model, resize=resize)
         (directory / MODEL_CARD).write_text(card, encoding="utf-8")
     return location
 
@@ -241,7 +243,7 @@ A LoRA adapter of `{base}`.
 
 ## Usage
 
-`whimbrel chat {name}`, or
+`whimbrel chat {path}`, or
 
 ```python
 from peft import PeftModel
@@ -335,5 +337,5 @@ def _usage_section(name: str, *, needs_whimbrel: bool) -> str:
         f'```python\nimport whimbrel\n\nmodel = whimbrel.load_model("{name}")\n```\n\n'
         f"or\n\n```python\n{register}from transformers import AutoModelForCausalLM\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n```\n\n'
-        f'or `whimbrel generate {name} "prompt"`.'
+        f'or `whimbrel generate {shlex.quote(name)} "prompt"`.'
     )

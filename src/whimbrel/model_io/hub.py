@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError
-from whimbrel.config import suggest
+from whimbrel.config import did_you_mean_path
 from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from whimbrel.model_io.weights import CONFIG, INDEX, WEIGHTS, read_json
 
@@ -27,8 +27,6 @@ IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
 """Weights in other formats, and checkpoints in subdirectories."""
 RUN_OR_MODEL = (ADAPTER_CONFIG, "checkpoints", CONFIG, "config.toml")
 """What a run, a model or an adapter has at least one of."""
-MAX_NAMES = 5
-"""Maximum number of runs and models that an error message lists."""
 EXPECTED_PATH = (
     "expected a run, a checkpoint, a model directory, a PEFT adapter, a llama2.c .bin file, or owner/name on the "
     "Hugging Face Hub"
@@ -51,32 +49,20 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
     if source.exists():
         return source
     if not is_hub_id(source):
-        raise CheckpointError(f"no run or model at {source}{_alternatives(source) or f': {EXPECTED_PATH}'}")
+        remedy = did_you_mean_path(source, RUN_OR_MODEL) or f": {EXPECTED_PATH}"
+        raise CheckpointError(f"no run or model at {source}{remedy}")
     name, revision = _split(source)
     cached = cached_model(name, revision)
     if cached is not None and ((cached / ADAPTER_CONFIG).is_file() or (cached / "tokenizer.json").is_file()):
         return cached
     owner = name.partition("/")[0]
     if Path(owner).is_dir():
-        remedy = _alternatives(source) or (
+        remedy = did_you_mean_path(source, RUN_OR_MODEL) or (
             f": check the path (to use the Hub model of that name despite the local directory {owner}, run `hf "
             f"download {name}` first)"
         )
         raise CheckpointError(f"no run or model at {source}{remedy}")
     return _download(name, revision)
-
-
-def _alternatives(source: Path) -> str:
-    """The end of an error message about a missing path: the runs and models next to it, empty if there are none."""
-    folder = source.parent
-    siblings = folder.iterdir() if folder.is_dir() else ()
-    names = sorted(each.name for each in siblings if any((each / file).exists() for file in RUN_OR_MODEL))
-    close = suggest(source.name, names)
-    if close is not None:
-        return f": did you mean {folder / close}?"
-    if not names or folder == Path():
-        return ""
-    return f" ({folder} has {', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''})"
 
 
 def cached_model(name: str, revision: str | None = None) -> Path | None:
@@ -237,4 +223,4 @@ def _reason(error: Exception, name: str | None = None, revision: str | None = No
     if cause is None or (status is None and type(cause).__name__ in ("ConnectError", "ConnectTimeout")):
         return f"no connection to {constants.ENDPOINT}: check the network"
     lines = [str(each).strip().partition("\n")[0] or type(each).__name__ for each in (cause, cause.__cause__) if each]
-    return ": ".join(lines)
+    return ": ".join(dict.fromkeys(lines))

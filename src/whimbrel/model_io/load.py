@@ -158,8 +158,6 @@ def open_model(
     `base` is the base model of an adapter, if it has moved since training.
     """
     location = locate_model(path, base)
-    if location.root.is_file():
-        _reject_gguf(location.root)
     if tokenizer is None and (tokenizer := location.tokenizer_directory) is None:
         raise ConfigError(f"{location.directory} has no tokenizer: pass the one it was trained with (--tokenizer)")
     if not isinstance(tokenizer, Tokenizer):
@@ -287,7 +285,6 @@ def _load_directory(
     if quantize_embeddings and recipe is None:
         raise ConfigError("quantize_embeddings=True needs quantize, such as quantize='int8'")
     if source.is_file():
-        _reject_gguf(source)
         model = load_llama2c(source).to(device=device, dtype=dtype)
         model.name_or_path = str(source)
         if recipe is not None:
@@ -361,12 +358,6 @@ def check_tokenizer(tokenizer: Tokenizer, config: GPTConfig) -> None:
             f"expected a tokenizer of at most {config.vocab_size} tokens for this model, got {tokenizer.vocab_size}: "
             "use the tokenizer that it was trained with"
         )
-
-
-def _reject_gguf(file: Path) -> None:
-    with file.open("rb") as stream:
-        if stream.read(4) == b"GGUF":
-            raise CheckpointError(f"{file} is a GGUF file, which cannot be loaded: pass the model directory")
 
 
 # config.json and generation_config.json

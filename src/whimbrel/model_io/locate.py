@@ -13,7 +13,7 @@ from whimbrel.base.errors import CheckpointError, ConfigError
 from whimbrel.checkpoint import list_checkpoints, rank_by_metric, verify_component
 from whimbrel.config import load_toml
 from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_INFO
-from whimbrel.model_io.hub import EXPECTED_PATH, cached_model, is_hub_id, resolve_path
+from whimbrel.model_io.hub import EXPECTED_PATH, RUN_OR_MODEL, cached_model, is_hub_id, resolve_path
 from whimbrel.model_io.weights import CONFIG, read_json
 from whimbrel.tokenization import ChatTemplate, load_chat_template
 
@@ -95,6 +95,8 @@ def _locate(
     path: str | os.PathLike[str], base: str | os.PathLike[str] | ModelLocation | None, seen: tuple[Path, ...]
 ) -> ModelLocation:
     directory = model_path(path)
+    if directory.is_file():
+        _check_file(directory)
     if directory.is_file() or (directory / CONFIG).is_file():
         if base is not None:
             raise ConfigError(f"--base is for adapters, but {path} is a complete model: omit it")
@@ -109,6 +111,17 @@ def _locate(
         return ModelLocation(directory, base)
     found = _find_base(path, directory) if base is None else base
     return ModelLocation(directory, _locate(found, None, (*seen, directory.resolve())))
+
+
+def _check_file(file: Path) -> None:
+    """Raise for a file that cannot be a llama2.c model."""
+    with file.open("rb") as stream:
+        if stream.read(4) == b"GGUF":
+            raise CheckpointError(f"{file} is a GGUF file, which cannot be loaded: pass the model directory")
+    if file.suffix != ".bin":
+        is_inside = any((file.parent / name).exists() for name in RUN_OR_MODEL)
+        hint = f": did you mean {file.parent}?" if is_inside else ""
+        raise CheckpointError(f"{EXPECTED_PATH}, got the file {file}{hint}")
 
 
 def _find_base(path: str | os.PathLike[str], directory: Path) -> Path:

@@ -29,6 +29,7 @@ from typing import Any, Literal
 from whimbrel.base.errors import RequestError
 from whimbrel.base.files import PARTIAL
 from whimbrel.base.lock import is_alive
+from whimbrel.config import did_you_mean_path
 from whimbrel.train.callback import TrainerCallback, TrainerControl
 
 __all__ = [
@@ -103,7 +104,7 @@ def send_request(run: Path, action: str, timeout: float = 5.0) -> dict[str, Any]
     except PermissionError as error:
         raise RequestError(f"{run} belongs to another user: only its owner can control it") from error
     if not run.is_dir():
-        raise RequestError(f"no such run directory: {run}")
+        raise RequestError(f"no such run directory: {run}{did_you_mean_path(run, ['config.toml'])}")
     if endpoint is None:
         raise RequestError(f"{run} is not running: it has no {Endpoint.path(run).name}")
     if endpoint.host != socket.gethostname():
@@ -327,7 +328,7 @@ class ControlCallback(TrainerCallback):
         control.should_abort_without_save |= "abort" in actions
         self.is_draining |= "save-stop" in actions
         if actions - {"save"}:
-            self.reason = f"whimbrel control {' '.join(sorted(actions))}"
+            self.reason = f"requested by whimbrel control {' '.join(sorted(actions))}"
 
     def _answer(self, action: str) -> dict[str, Any]:
         """Reply to a request; runs in the listening thread, so it only reads state and appends to the queue."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.files import atomic_file
 from whimbrel.checkpoint import step_directories
-from whimbrel.config import dump_toml, load_toml, to_table
+from whimbrel.config import did_you_mean_path, dump_toml, load_toml, to_table
 
 if TYPE_CHECKING:
     from whimbrel.distributed import World
@@ -207,7 +207,7 @@ def log_path(run: Path) -> Path:
     """The log of a run, given its directory or the log itself; raises DataError if it does not exist."""
     log = run / LOG_FILE if run.is_dir() else run
     if not log.is_file():
-        raise DataError(f"expected a run directory or its log.jsonl, got {run}")
+        raise DataError(f"expected a run directory or its log.jsonl, got {run}{did_you_mean_path(run, [LOG_FILE])}")
     return log
 
 

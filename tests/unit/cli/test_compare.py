@@ -120,6 +120,7 @@ def test_wide_table_is_not_wrapped_in_a_pipe(workdir: Path, capsys: pytest.Captu
     [
         (["a"], "expected two or more runs, got only a"),
         (["a", "b"], "expected a run directory or its log.jsonl, got b"),
+        (["a", "epmty"], "expected a run directory or its log.jsonl, got epmty: did you mean empty?"),
         (["a", "empty"], "empty/log.jsonl has no steps to compare"),
     ],
 )

@@ -93,7 +93,7 @@ def test_running_job_reports_status_saves_and_stops(
     first = latest_checkpoint(run)
     assert "without an evaluation" in control(capsys, "save-stop")
     out = wait_for_exit(job)
-    assert "ControlCallback requested a stop: whimbrel control save-stop" in out
+    assert "Stopping: requested by whimbrel control save-stop" in out
     assert re.search(r"Stopped at step \d+, saved to run/checkpoints/step-\d+: rerun the same command to resume", out)
     last = latest_checkpoint(run)
     assert last is not None
@@ -116,7 +116,7 @@ def test_stop_evaluates_and_saves_and_abort_does_neither(
     wait_until(job, lambda: Endpoint.read(run) is not None and last_line(log, "step") is not None)
     control(capsys, action)
     out = wait_for_exit(job)
-    assert f"ControlCallback requested {'an' if action == 'abort' else 'a'} {action}" in out
+    assert f"{'Aborting' if action == 'abort' else 'Stopping'}: requested by whimbrel control {action}" in out
     assert any(line["kind"] == "validation" for line in read_log(log)) is validated
     assert (latest_checkpoint(run) is not None) is saved
 
@@ -126,10 +126,13 @@ def test_stop_evaluates_and_saves_and_abort_does_neither(
     [
         (["run", "die"], "unknown action 'die' (choose from: status, save, stop, save-stop, abort)"),
         (["run", "stop"], "no such run directory: run"),
+        (["experimnet", "stop"], "no such run directory: experimnet: did you mean experiment?"),
         ([".", "stop"], ". is not running: it has no endpoint.json"),
     ],
 )
 def test_error_is_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
+    (workdir / "experiment").mkdir()
+    (workdir / "experiment" / "config.toml").touch()
     with pytest.raises(SystemExit) as ended:
         main(["control", *arguments])
     assert ended.value.code == 2

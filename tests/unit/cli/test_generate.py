@@ -84,11 +84,16 @@ def test_run_directory_resolves_to_its_newest_checkpoint(model, directory, tmp_p
         ("empty", CheckpointError, "run empty has no complete checkpoint yet"),
         ("bare", ConfigError, "bare has no tokenizer: .*--tokenizer"),
         ("model.bin", ConfigError, "model.bin has no tokenizer: .*--tokenizer"),
+        ("model.gguf", CheckpointError, "model.gguf is a GGUF file, which cannot be loaded"),
+        ("notes.txt", CheckpointError, "expected a run, .*, got the file notes.txt$"),
+        ("bare/config.json", CheckpointError, "expected a run, .*, got the file bare/config.json: did you mean bare"),
     ],
 )
 def test_missing_model_or_tokenizer_is_rejected(model, workdir, path, error, message):
     Path("empty/checkpoints").mkdir(parents=True)
     Path("model.bin").write_bytes(bytes(28))
+    Path("model.gguf").write_bytes(b"GGUF")
+    Path("notes.txt").write_text("not a model")
     save_model(model, "bare")
     with pytest.raises(error, match=message):
         generate(Path(path), "text", device="cpu")

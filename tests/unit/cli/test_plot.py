@@ -166,6 +166,7 @@ def test_default_output_is_in_the_run_directory(folder: Path) -> None:
         (["a", "b", "--panels", "margin"], "no run logs 'margin' of --panels (logged panels: loss, lr, norm, speed)"),
         (["a", "--out", "a.gif"], "expected --out to end in .png or .svg, got a.gif"),
         (["c"], "expected a run directory or its log.jsonl, got c"),
+        (["epmty"], "expected a run directory or its log.jsonl, got epmty: did you mean empty?"),
         (["empty"], "empty/log.jsonl has no steps to plot"),
     ],
 )

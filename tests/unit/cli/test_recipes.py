@@ -127,9 +127,11 @@ def test_init_writes_to_a_file_or_into_a_directory(workdir: Path, capsys: pytest
     assert whimbrel("init", "dpo-lora", "here") == whimbrel("init", "dpo-lora", "new/mine.toml") == 0
     assert tomllib.loads(Path("here/dpo-lora.toml").read_text()) == tomllib.loads(Path("new/mine.toml").read_text())
     capsys.readouterr()
+    assert whimbrel("init", "dpo-lora", "my run.toml") == 0
+    assert "whimbrel train 'my run.toml'" in capsys.readouterr().out
     assert whimbrel("init", "dpo-lor") == 2
     assert capsys.readouterr().err == "whimbrel: unknown recipe 'dpo-lor': did you mean 'dpo-lora'?\n"
-    assert sorted(path.name for path in workdir.iterdir()) == ["here", "new"]
+    assert sorted(path.name for path in workdir.iterdir()) == ["here", "my run.toml", "new"]
 
 
 def test_text_of_the_package_is_prepared_first(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -202,6 +202,6 @@ def test_log_messages_appear_above_a_progress_bar(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(logger, "handlers", [])
     configure_logging()
     with Progress(console=console, auto_refresh=False):
-        logging.getLogger("whimbrel.data").warning("starting epoch 2")
-    assert "starting epoch 2" in console.file.getvalue()
+        logging.getLogger("whimbrel.data").warning("Epoch 2")
+    assert "Epoch 2" in console.file.getvalue()
     assert written.getvalue() == b""

@@ -84,6 +84,13 @@ def test_finished_run_is_reported(folder: Path, capsys: pytest.CaptureFixture[st
     assert "Already at step 1 of 1: nothing to do" in capsys.readouterr().out
 
 
+def test_printed_commands_are_quoted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whimbrel("train", "recipe.toml", "--train.steps=1", "--output_dir=runs/a b") == 0
+    printed = capsys.readouterr()
+    assert "Next: whimbrel generate 'runs/a b' (" in printed.out
+    assert "whimbrel watch 'runs/a b'\n" in printed.err
+
+
 def test_version_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert whimbrel("--version") == 0
     assert re.fullmatch(r"whimbrel \d+\.\d+\.\d+\n", capsys.readouterr().out)

@@ -38,6 +38,8 @@ def whimbrel(capsys: pytest.CaptureFixture[str]):
         (("train", "run.toml", "--pain"), "unknown option --pain: did you mean --plain?"),
         (("generate", "model", "--temprature", "3"), "did you mean --temperature?"),
         (("generate", "model", "--max_new_token", "3"), "did you mean --max-new-tokens?"),
+        (("finalize", "model", "--out-dir", "x"), "unknown option --out-dir; see whimbrel finalize --help"),
+        (("init", "chat-lora", "--name", "x"), "unknown option --name; see whimbrel init --help"),
         (("generate", "model", "one", "two"), "quote a prompt"),
         (("train", "run.toml", "-steps", "5"), "unknown option -steps: did you mean --train.steps?"),
         (("train", "run.toml", "-lr=3"), "did you mean --optim.lr?"),
@@ -64,6 +66,9 @@ def test_help_never_cuts_off_a_name(whimbrel, monkeypatch: pytest.MonkeyPatch, c
     code, out, _ = whimbrel("--help")
     listed = [line.split()[0] for line in out.partition("Commands:")[2].splitlines() if line[:3].strip()]
     assert (code, listed) == (0, list(COMMANDS))
+    assert "..." not in out.partition("Commands:")[2]
+    _, out, _ = whimbrel("tokenizer")
+    assert "transformers" in out.partition("Commands:")[2]
     assert "..." not in out.partition("Commands:")[2]
     for command, option in (("generate", "--repetition-penalty"), ("eval", "--max-new-tokens")):
         _, out, _ = whimbrel(command, "--help")

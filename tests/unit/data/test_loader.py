@@ -137,10 +137,10 @@ def test_new_epoch_is_counted_and_logged(folder: Path, caplog: pytest.LogCapture
     loader = TokenDataLoader(folder, 1, 1015)
     with caplog.at_level(logging.INFO, "whimbrel"):
         loader.next_batch()
-        assert (loader.epoch, "epoch" in caplog.text) == (0, False)
+        assert (loader.epoch, "Epoch" in caplog.text) == (0, False)
         loader.next_batch()
     assert loader.epoch == 1
-    assert "epoch 2 over the 2029 training tokens" in caplog.text
+    assert "Epoch 2 (2,029 training tokens)" in caplog.text
     loader.reset()
     assert (loader.position, loader.epoch) == (0, 0)
     assert loader.next_batch()[0][0, 0] == EOT

@@ -199,5 +199,16 @@ def test_misspelled_path_is_reported_as_a_missing_file(workdir: Path, source: st
 
 def test_similar_file_is_suggested(workdir: Path) -> None:
     Path("birds.txt").write_text("text")
-    with pytest.raises(DataError, match=r"no such file: bird\.txt \(did you mean birds\.txt\?\)"):
-        resolve_source("bird.txt")
+    Path("birds.jsonl").write_text("{}")
+    for typed, expected in (("bird.txt", "birds.txt"), ("bird.jsonl", "birds.jsonl"), ("bird.md", "birds.")):
+        with pytest.raises(DataError, match=rf"no such file: {typed} \(did you mean {expected}"):
+            resolve_source(typed)
+
+
+@pytest.mark.parametrize("source", ["nope.txt", "bird*.md", "corpus.txt.gz"])
+def test_a_common_suffix_is_not_similar(workdir: Path, source: str) -> None:
+    for name in ("bin.txt", "birds.txt", "x.txt.gz"):
+        Path(name).write_text("text")
+    with pytest.raises(DataError, match="no such file") as caught:
+        resolve_source(source)
+    assert "did you mean" not in str(caught.value)

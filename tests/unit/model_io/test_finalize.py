@@ -94,14 +94,15 @@ def test_model_card_and_record_have_the_results(source, tmp_path):
 
 
 def test_without_recipe_and_evaluation(model, source, tmp_path):
-    result = finalize_model(source, tmp_path / "out", dtype=torch.bfloat16)
+    result = finalize_model(source, tmp_path / "my out", dtype=torch.bfloat16)
     assert (result.recipe, result.after.format, result.after.held_out) == (None, "bfloat16", None)
-    assert torch.equal(load_model(tmp_path / "out").lm_head.weight, model.lm_head.weight.bfloat16())
-    table = json.loads((tmp_path / "out/config.json").read_text())
+    assert torch.equal(load_model(tmp_path / "my out").lm_head.weight, model.lm_head.weight.bfloat16())
+    table = json.loads((tmp_path / "my out/config.json").read_text())
     assert (table["dtype"], "quantization_config" in table) == ("bfloat16", False)
-    card = (tmp_path / "out/README.md").read_text()
+    card = (tmp_path / "my out/README.md").read_text()
     assert "Not measured." in card
     assert "import whimbrel.hf" not in card
+    assert "whimbrel generate 'my out'" in card
 
 
 def test_quantized_model_keeps_its_format(source, tmp_path):

@@ -134,8 +134,9 @@ def test_failures_are_one_line_with_a_remedy(hub, base, monkeypatch):
         resolve_path("curlew/base")
     monkeypatch.delenv("HF_TOKEN")
     hub.down = True
-    with pytest.raises(CheckpointError, match="503"):
+    with pytest.raises(CheckpointError, match="503") as caught:
         resolve_path("curlew/base")
+    assert str(caught.value).count("Server error") == 1
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
         CheckpointError, match="curlew/base does not exist locally.*no connection to .*check the network"

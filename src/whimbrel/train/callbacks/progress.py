@@ -36,7 +36,7 @@ __all__ = ["MemoryEstimate", "ProgressCallback", "RunSummary", "estimate_memory"
 MAX_NAMES = 2
 """Maximum number of parameter names in a line."""
 REDRAW_SECONDS = 0.1
-"""Minimum time between two updates of the progress bar."""
+"""Minimum time between two drawings of the progress bar, unless something is printed above it."""
 MAX_SECONDS_LEFT = 10**9
 BAR_WIDTHS = (8, 24)
 """Minimum and maximum width of the bar in columns; in narrow terminals it is omitted."""
@@ -197,7 +197,8 @@ class ProgressCallback(TrainerCallback):
         self._enabled = True
         self._summary: RunSummary | None = None
         self._bar: _StepBar | None = None
-        self._updated = 0.0
+        self._drawn = 0.0
+        self._memory = ""
         self._seconds: deque[float] = deque(maxlen=ETA_STEPS)
         self._warnings = WriteWarnings()
 
@@ -227,11 +228,14 @@ class ProgressCallback(TrainerCallback):
         eta = str(timedelta(seconds=round(min(left, MAX_SECONDS_LEFT))))
         if self._bar is None:
             self._print(_step_line(metrics, summary.total_steps, eta))
-        elif metrics["step"] == summary.total_steps or time.monotonic() - self._updated > REDRAW_SECONDS:
-            self._updated = time.monotonic()
-            memory = _gib(peak_memory(event["trainer"].device), 1)
-            self._bar.line.completed = metrics["step"]
-            self._bar.line.fields = [*_bar_fields(metrics, summary), (6, memory), (2, f"eta {eta}")]
+            return
+        is_due = metrics["step"] == summary.total_steps or time.monotonic() - self._drawn > REDRAW_SECONDS
+        if is_due:
+            self._drawn = time.monotonic()
+            self._memory = _gib(peak_memory(event["trainer"].device), 1)
+        self._bar.line.completed = metrics["step"]  # also drawn with the next message, and at the end
+        self._bar.line.fields = [*_bar_fields(metrics, summary), (6, self._memory), (2, f"eta {eta}")]
+        if is_due:
             with self._guarded():
                 self._bar.refresh()
 
@@ -384,8 +388,8 @@ def _stop_lines(
     if stop.callback in {number.name for number in SIGNALS}:
         yield f"Interrupted by {stop.callback}"
     else:
-        request = "an abort" if stop.kind == "abort" else "a stop"
-        yield f"{stop.callback} requested {request}" + (f": {reason}" if reason else f" ({stop.event})")
+        action = "Aborting" if stop.kind == "abort" else "Stopping"
+        yield f"{action}: {reason or f'requested by {stop.callback} ({stop.event})'}"
     if stop.kind == "abort":
         latest = f"the latest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint"
         yield f"Aborted at step {step} without saving; {latest}"

@@ -131,7 +131,7 @@ def test_the_reason_for_a_stop_is_printed(make_run: Any, tmp_path: Path) -> None
     run.save()
     run.end()
     assert out.getvalue().splitlines()[-2:] == [
-        "EarlyStoppingCallback requested a stop: loss has not improved on 1.0 for 1 evaluations",
+        "Stopping: loss has not improved on 1.0 for 1 evaluations",
         f"Stopped at step 1, saved to {tmp_path}/run/checkpoints/step-00000001: rerun the same command to resume",
     ]
 
@@ -159,7 +159,7 @@ def test_an_abort_reports_the_latest_checkpoint(make_run: Any) -> None:
     run.step(loss=1.0)
     run.end()
     assert out.getvalue().splitlines()[-2:] == [
-        "me requested an abort (on_step_end)",
+        "Aborting: requested by me (on_step_end)",
         "Aborted at step 1 without saving; there is no checkpoint",
     ]
 
@@ -185,6 +185,18 @@ def test_the_progress_bar_shows_metrics(make_run: Any) -> None:
     assert "validation after step 1: loss 1.0000" in text
     assert "step:1/2" not in text
     assert text.count("Total tokens processed: 512") == 1
+
+
+def test_the_progress_bar_is_at_the_step_of_a_message_and_of_the_end(make_run: Any) -> None:
+    callback, out = terminal()
+    run = make_run(callback, steps=9).begin()
+    for _ in range(3):
+        run.step(loss=2.0)
+    run.save()
+    assert re.search(r"checkpoint after step 3: .*step 3/9", without_colors(out.getvalue()), re.DOTALL)
+    run.step(loss=2.0)
+    run.end()
+    assert "step 4/9" in without_colors(out.getvalue())
 
 
 def test_eta_is_the_time_of_the_steps_left(make_run: Any) -> None:
