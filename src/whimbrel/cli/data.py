@@ -37,8 +37,8 @@ def prepare(
     source: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Parquet, jsonl or text files (also .gz, .zst), directories, globs, owner/dataset[:config] on the Hub, "
-            "or shakespeare. With --total-tokens it may be omitted: the default is FineWeb sample-10BT.",
+            help="Parquet, jsonl or text files (also .gz, .zst), directories, globs, owner/dataset[:config] on the "
+            "Hub, or shakespeare. With --total-tokens it may be omitted: the default is FineWeb sample-10BT.",
         ),
     ] = None,
     out_dir: Annotated[

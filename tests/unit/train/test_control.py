@@ -128,7 +128,7 @@ def test_actions_are_applied_after_the_step(
     kind = "abort" if abort else "stop"
     stopped_by = ("ControlCallback", "on_step_end", kind) if stop or abort else None
     assert run.callbacks.stopped_by == stopped_by
-    assert run.callback.reason == (f"whimbrel control {action}" if stopped_by else None)
+    assert run.callback.reason == (f"requested by whimbrel control {action}" if stopped_by else None)
 
 
 def test_a_request_during_an_evaluation_is_applied_after_it(run: Run) -> None:

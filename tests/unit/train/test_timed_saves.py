@@ -44,7 +44,7 @@ def weights(run: Path) -> list[bytes]:
 
 
 def test_timed_saves_default_to_ten_minutes(make_run: MakeRun) -> None:
-    for config in (make_run(), to_config(TrainingArguments()), load_run_config("shakespeare-cpu")):
+    for config in (make_run(), to_config(TrainingArguments()), load_run_config("gpt2-fast-20m")):
         assert (config.checkpoint.every_minutes, config.checkpoint.at_end) == (10, True)
 
 
