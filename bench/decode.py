@@ -1,11 +1,12 @@
 """Tokens per second of greedy decoding, compared with `transformers.generate` in the same process.
 
     python bench/decode.py --device cuda --model gpt2 --batch 1 --batch 64 --out decode-gpt2.json
-    python bench/decode.py --device cuda --model llama2-7b --batch 1 --new 128
+    python bench/decode.py --device cuda --model llama2-7b --batch 1 --new 128 [--weights int4 --no-transformers]
     python bench/decode.py --device cpu --model demo --rounds 20 --clock cpu
 
-Ours is `LLM.generate`, eager (CUDA graphs on a GPU) and compiled; theirs has a dynamic cache, or a static cache with a
-compiled step. All get the same prompts of random tokens, the time includes prefill, and contenders are interleaved.
+Ours is `LLM.generate`, eager (CUDA graphs on a GPU), compiled, or with the kernels for single sequences; theirs has a
+dynamic cache, or a static cache with a compiled step. All get the same prompts of random tokens, the time includes
+prefill, and contenders are interleaved.
 `--clock cpu` measures the CPU time of the process, for machines that are shared with other work.
 """
 
@@ -29,6 +30,7 @@ from record import record
 from timing import init_model, now
 from whimbrel.inference import LLM, SamplingParams
 from whimbrel.models import GPTConfig, preset
+from whimbrel.precision import quantize_
 from whimbrel.train import load_run_config
 
 READ_BANDWIDTH = {"NVIDIA H200": 4.54e12}
@@ -44,10 +46,10 @@ def model_config(name: str) -> GPTConfig:
     return load_run_config("shakespeare-cpu").model.architecture
 
 
-def ours(model: Any, batch: int, prompt: int, new: int, *, compiled: bool) -> Contender:
+def ours(model: Any, batch: int, prompt: int, new: int, **options: Any) -> Contender:
     """`LLM.generate` without a prefix cache, so that every prompt is prefilled."""
     chunk = prompt * batch  # prefill all prompts at once, as the others do
-    llm = LLM(model, max_batch=batch, prefix_cache=False, compile=compiled, prefill_chunk=chunk)
+    llm = LLM(model, max_batch=batch, prefix_cache=False, prefill_chunk=chunk, **options)
     greedy = SamplingParams(temperature=0)
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
@@ -108,7 +110,7 @@ def measure(
             results[name]["seconds"].append(clock() - start)
             if device.type == "cuda":
                 results[name]["device_allocations"] = torch.cuda.memory_stats()["num_device_alloc"] - before
-        ours = outputs["whimbrel"]
+        ours = next(iter(outputs.values()))
         for name, output in outputs.items():
             pairs = (pair for rows in zip(ours, output, strict=True) for pair in zip(*rows, strict=True))
             same = sum(a == b for a, b in pairs)
@@ -130,6 +132,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--weights", help="format that our weights are quantized to: int8, int4 or fp8")
+    parser.add_argument("--only", nargs="+", help="names of the contenders to measure")
     parser.add_argument("--no-transformers", action="store_true", help="do not measure transformers")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -139,14 +143,26 @@ def main() -> None:
     args.new = min(args.new, config.context_length - args.prompt)
     model = init_model(config, device, dtype).eval()
     reference = None if args.no_transformers else transformers_model(model, device, dtype)
-    results: dict[str, Any] = {"model": args.model, "device": args.device, "prompt": args.prompt, "new": args.new}
+    if args.weights is not None:
+        quantize_(model, args.weights)
+    results: dict[str, Any] = {
+        "model": args.model,
+        "weights": args.weights,
+        "device": args.device,
+        "prompt": args.prompt,
+        "new": args.new,
+    }
     bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if bandwidth is not None:
         results["limit_tokens_per_second"] = bandwidth / sum(p.nbytes for p in model.parameters())
     for batch in args.batch or [1]:
+        variants: dict[str, dict[str, Any]] = {"whimbrel": {}, "whimbrel compiled": {"compile": True}}
+        if device.type == "cuda" and batch == 1:
+            variants["whimbrel kernels"] = {"gpu_kernels": True}
         contenders = {
-            name: ours(model, batch, args.prompt, args.new, compiled=c)
-            for name, c in {"whimbrel": False, "whimbrel compiled": True}.items()
+            name: ours(model, batch, args.prompt, args.new, **options)
+            for name, options in variants.items()
+            if name in (args.only or variants)
         }
         if reference is not None:
             contenders |= {"transformers": theirs(reference, args.new, static=False)}

@@ -15,6 +15,7 @@ from torch import Tensor
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cache.buffer import KV_CODECS
 from whimbrel.inference.adapters import AdapterSelection, with_adapters
+from whimbrel.inference.cuda_decoder import unsupported_reason
 from whimbrel.inference.model_runner import Chunk, DecodeGraphs, ModelRunner
 from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.inference.sampling import log_probabilities, sample
@@ -57,6 +58,9 @@ class EngineConfig:
     cpu_kernels: bool = True
     """On a CPU, decode with C++ code, which is compiled once per machine. PyTorch is used without a compiler, and where
     that code does not apply: adapters, fp8 weights, quantized KV caches."""
+    gpu_kernels: bool = False
+    """On a GPU, decode single sequences with Triton kernels for dense, int8, int4 and fp8 weights (experimental). Needs
+    `cuda_graphs`, and a model without adapters and quantized KV cache."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch", "prefill_chunk", "multi_step"):
@@ -105,9 +109,18 @@ class Engine:
         self.context_length = min(model.config.context_length, capacity)
         """Maximum length of a sequence, prompt included: the model's context, or the pool if that is smaller."""
         self._graphs: DecodeGraphs | None = None
-        if self.config.compile or (self.config.cuda_graphs and self.pool.device.type == "cuda"):
+        uses_cuda_graphs = self.config.cuda_graphs and self.pool.device.type == "cuda"
+        if self.config.gpu_kernels:
+            reason = unsupported_reason(model, self.pool) if uses_cuda_graphs else "needs a GPU and cuda_graphs"
+            if reason is not None:
+                raise ConfigError(f"gpu_kernels: {reason}")
+        if self.config.compile or uses_cuda_graphs:
             self._graphs = DecodeGraphs(
-                model, self.pool, max_batch=self.config.max_batch, compile_step=self.config.compile
+                model,
+                self.pool,
+                max_batch=self.config.max_batch,
+                compile_step=self.config.compile,
+                gpu_kernels=self.config.gpu_kernels,
             )
         self.runner = ModelRunner(model, self.pool, self._graphs, self._selection, cpu_kernels=self.config.cpu_kernels)
         self._scheduler = Scheduler(

@@ -17,6 +17,7 @@ from torch import Tensor
 from whimbrel.inference.adapters import AdapterSelection
 from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.cpu_decoder import CpuDecoder, create_decoder
+from whimbrel.inference.cuda_decoder import CudaDecoder
 from whimbrel.inference.paged_cache import BlockPool, ContiguousCache, PagedBatch
 from whimbrel.models import GPT, KVCache
 from whimbrel.models.layers import eval_mode
@@ -203,8 +204,11 @@ class DecodeGraphs:
     steps can be replayed before the host reads the result.
     """
 
-    def __init__(self, model: GPT, pool: BlockPool, *, max_batch: int, compile_step: bool) -> None:
+    def __init__(
+        self, model: GPT, pool: BlockPool, *, max_batch: int, compile_step: bool, gpu_kernels: bool = False
+    ) -> None:
         self.model, self._pool = model, pool
+        self._decoder = CudaDecoder(model, pool) if gpu_kernels else None
         self._max_blocks = -(-model.config.context_length // pool.block_size)
         self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
         self._compiled = compile_step
@@ -301,17 +305,18 @@ class DecodeGraphs:
         inputs = tokens, tables, starts, counts  # all zeros is padding, which is written to block 0
         if self._compiled:
             self._mark_dynamic(*inputs)
+        step = self._step if self._decoder is None or batch_size > 1 else self._decoder.step
         if device.type != "cuda":
-            return RecordedStep(*inputs, replay=lambda: self._step(*inputs))
+            return RecordedStep(*inputs, replay=lambda: step(*inputs))
         side_stream = torch.cuda.Stream(device)  # warm-up before capture must run on a side stream
         side_stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side_stream):
             for _ in range(WARMUP_RUNS):
-                self._step(*inputs)
+                step(*inputs)
         torch.cuda.current_stream(device).wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool):
-            outputs = self._step(*inputs)
+            outputs = step(*inputs)
         self._graph_pool = self._graph_pool or graph.pool()
 
         def replay() -> tuple[Tensor, Tensor]:
