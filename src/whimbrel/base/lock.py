@@ -89,6 +89,8 @@ class DirectoryLock:
                 self._file = None
 
     def _open(self) -> int:
+        if self.directory.is_file():
+            raise ConfigError(f"expected a directory, got the file {self.directory}: choose another output_dir")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             try:

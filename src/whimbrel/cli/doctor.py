@@ -155,7 +155,8 @@ def _devices() -> Iterator[Device]:
         )
     if torch.backends.mps.is_available():
         yield Device(name="Apple GPU", kind="mps")
-    yield Device(name=platform.processor() or "CPU", kind="cpu", capability=torch.backends.cpu.get_cpu_capability())
+    name = platform.processor() or platform.machine()
+    yield Device(name=name, kind="cpu", capability=torch.backends.cpu.get_cpu_capability())
 
 
 def _features(problem: str | None, devices: tuple[Device, ...]) -> Iterator[Feature]:
@@ -204,7 +205,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
     for device in report.devices:
         facts = [device.name]
         facts += [f"{device.memory_gib} GiB"] if device.memory_gib is not None else []
-        facts += [f"capability {device.capability}"] if device.capability else []
+        if device.capability is not None:
+            facts.append(f"{'compute capability ' * (device.kind == 'cuda')}{device.capability}")
         facts += ["bf16"] if device.bf16 else ["no bf16"]
         yield "devices", device.kind, ", ".join(facts)
     for feature in report.features:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,8 +34,8 @@ Source = Annotated[
 FinalRecipe = Annotated[
     str | None,
     typer.Option(
-        help="int8, int8-dynamic, int4, fp8, int8-dynamic-act-int4-weight or none. (default: the recipe of a QAT run, "
-        "else none)"
+        help="int8, int8-dynamic, int4, int4-weight-only, fp8, int8-dynamic-act-int4-weight or none. (default: the "
+        "recipe of a QAT run, else none)"
     ),
 ]
 HeldOutData = Annotated[
@@ -155,6 +156,7 @@ def _finalize(
         copied = finalize_adapter(source, out, name=name, base=base, chat_template=chat_template, generation=generation)
         print(f"{name or out}: adapter of {base_reference(copied.root)[0]}; --merge writes a complete model")
         return
+    evaluate, note = _held_out_evaluation(source, base, run, settings, data, tokens, is_push=name is not None)
     result = finalize_model(
         source,
         out,
@@ -167,9 +169,11 @@ def _finalize(
         chat_template=chat_template,
         generation=generation,
         settings=_card_settings(settings),
-        evaluate=_held_out_evaluation(source, base, run, settings, data, tokens, is_push=name is not None),
+        evaluate=evaluate,
     )
     _print_result(name or str(out), result)
+    if note is not None:
+        print(note)
 
 
 def _check_unmerged(options: Mapping[str, object]) -> None:
@@ -245,30 +249,28 @@ def _held_out_evaluation(
     max_tokens: int,
     *,
     is_push: bool,
-) -> Callable[[GPT], HeldOutResult] | None:
-    """Evaluation on `data` or on the validation data of the run in `directory`; None if there is neither."""
+) -> tuple[Callable[[GPT], HeldOutResult] | None, str | None]:
+    """Evaluation on `data` or on the validation data of the run in `directory`; without either, a note that says so."""
     from whimbrel.data.shards import has_split
     from whimbrel.evaluate import held_out_evaluation
     from whimbrel.train.config import build_run_config
     from whimbrel.train.samples import SAMPLES
 
     if data is not None:
-        return held_out_evaluation(model, data, base=base, max_tokens=max_tokens)
+        return held_out_evaluation(model, data, base=base, max_tokens=max_tokens), None
     if directory is not None and (directory / SAMPLES).is_dir():  # a fine-tuning run
         samples = directory / SAMPLES / "val"
         if samples.is_dir():
-            return held_out_evaluation(model, str(samples), base=base, max_tokens=max_tokens)
+            return held_out_evaluation(model, str(samples), base=base, max_tokens=max_tokens), None
         remedy = FINALIZE_FIRST if is_push else "pass chats or text with --data"
-        print(f"held-out loss not measured (the run has no validation samples): {remedy}")
-        return None
+        return None, f"held-out loss not measured (the run has no validation samples): {remedy}"
     run = build_run_config(settings) if "data" in settings else None
     path = None if run is None else run.validation.path or run.data.shards
     if run is None or path is None or not has_split(path, "val"):
         where = "" if path is None else f" ({path} of the run has no validation shards)"
         remedy = FINALIZE_FIRST if is_push else "pass text or token shards with --data"
-        print(f"held-out loss not measured{where}: {remedy}")
-        return None
-    return held_out_evaluation(
+        return None, f"held-out loss not measured{where}: {remedy}"
+    evaluate = held_out_evaluation(
         model,
         str(path),
         base=base,
@@ -276,6 +278,7 @@ def _held_out_evaluation(
         sequence_length=run.sequence_length,
         mask_documents=run.data.documents != "join",
     )
+    return evaluate, None
 
 
 def _print_result(name: str, result: FinalizeResult) -> None:
@@ -368,6 +371,12 @@ def export(
         raise ConfigError(
             f"--format {output_format} does not match {out}: a GGUF file name ends in {GGUF}, a directory name does not"
         )
+    from whimbrel.config import suggest
+
+    if output_format is None and out.suffix != GGUF and suggest(out.suffix.lower(), [GGUF]) is not None:
+        raise ConfigError(
+            f"expected a directory, or a file name that ends in {GGUF}, got {out}: correct it, or add --format hf"
+        )
     import torch
 
     from whimbrel.base.files import format_bytes
@@ -383,4 +392,4 @@ def export(
 
         export_hf(source, out, base=base, dtype=torch_dtype)
         size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{out}: {format_bytes(size)}")
+    print(f"{out}{os.sep * out.is_dir()}: {format_bytes(size)}")

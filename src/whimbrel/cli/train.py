@@ -342,6 +342,8 @@ def _notes(config: RunConfig, current: MemoryPrediction) -> Iterator[str]:
     parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in current.at_peak.items())
     yield f"Peak with {current.optimizer}: {parts}."
     yield "The columns peak at different times, so they may add up to more than the peak."
+    if current.device == "cpu":
+        yield "Tensors only: the process itself takes a few hundred MiB more."
     if current.device == "cuda":
         yield "Fragmentation may add a few percent, and the CUDA context takes about half a GiB."
     if config.train.compile:

@@ -291,6 +291,8 @@ def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
 def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in arguments:
         return None
+    if not isinstance(value, Mapping) and all(map(dataclasses.is_dataclass, {*arguments} - {type(None)})):
+        raise _type_error(where, value, "a table, or none")
     listed = isinstance(value, list | tuple) or (isinstance(value, Override) and len(value.items()) != 1)
     errors: dict[bool, ConfigError] = {}
     for kind in sorted(arguments, key=_is_list):  # try scalars first: "x" is a string, not a list of one

@@ -476,7 +476,8 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
         self.control.should_save = self.control.should_training_stop = True
         if self.callbacks.stopped_by is None:
             self.callbacks.stopped_by = StopRequest(received.name, event, "stop")
-            logger.info("Interrupted (%s): finishing this step, then saving", received.name)
+            again = "press Ctrl-C again" if received == signal.SIGINT else f"send {received.name} again"
+            logger.info("Interrupted (%s): saving; %s to quit without saving", received.name, again)
 
     def _step(self, session: _Session, batches: Batches) -> bool:
         """Run one optimizer step and the actions due after it; returns whether the epoch ended."""

@@ -151,7 +151,9 @@ def test_mount_options_are_those_of_the_innermost_mount(tmp_path: Path, monkeypa
 
 def test_unwritable_directory_is_an_error_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(WriteError, match=r"cannot write .*file"):
+    with pytest.raises(WriteError, match=r"cannot write .*below"):
+        DirectoryLock(tmp_path / "file" / "below").acquire()
+    with pytest.raises(ConfigError, match="expected a directory, got the file .*file: choose another output_dir"):
         DirectoryLock(tmp_path / "file").acquire()
 
 

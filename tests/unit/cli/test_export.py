@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_is_exported_as_a_directory(run, tmp_path, capsys):
     assert whimbrel("export", run, tmp_path / "out", "--dtype", "bf16") == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: ")
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}/: ")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["dtype"]) == ("llama", "bfloat16")
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -68,6 +68,13 @@ def test_gguf_suffix_selects_the_format(run, tmp_path, capsys):
 def test_format_and_suffix_must_agree(run, tmp_path, capsys, form, name):
     assert whimbrel("export", run, tmp_path / name, "--format", form) == 2
     assert "GGUF file name ends in .gguf" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["model.ggf", "model.GGUF", "model.guff"])
+def test_misspelled_suffix_is_rejected(run, tmp_path, capsys, name):
+    assert whimbrel("export", run, tmp_path / name) == 2
+    assert f"a file name that ends in .gguf, got {tmp_path / name}" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
 
 

@@ -106,6 +106,8 @@ def test_model_directory_is_evaluated_on_text(work, capsys):
     assert run("finalize", "model", "one", "--quantize", "int8") == 0
     assert "held-out loss not measured: pass text or token shards with --data" in capsys.readouterr().out
     assert measured("one", "before") is None
+    assert run("finalize", "model", "none", "--quantize", "int5") == 2
+    assert capsys.readouterr().out == ""
     assert run("finalize", "model", "two", "--quantize", "int8", "--data", "held-out.txt", "--tokens", "64") == 0
     ids = torch.tensor([tokenizer.eot_id, *tokenizer.encode(Path("held-out.txt").read_text())])[:65]
     with torch.no_grad():

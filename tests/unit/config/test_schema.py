@@ -52,6 +52,8 @@ class Outer:
     """A mode."""
     inner: Inner = field(default_factory=Inner)
     """A part."""
+    optional: Inner | None = None
+    """A part that can be turned off."""
     parts: tuple[Inner, ...] = ()
     """Parts."""
 
@@ -98,6 +100,7 @@ def test_array_of_tables_round_trips_through_a_tuple_of_dataclasses() -> None:
         ),
         ({"path": "p", "inner": {"rate": math.inf}}, r"inner.rate: expected a finite number, got inf"),
         ({"path": "p", "inner": 3}, r"inner: expected a table, got 3"),
+        ({"path": "p", "optional": "off"}, r"optional: expected a table, or none, got 'off'"),
         ({}, r"missing setting path: add it to the file or pass --path=VALUE"),
     ],
 )
@@ -110,7 +113,19 @@ def test_invalid_table_is_a_one_line_error(table: dict[str, object], message: st
 def test_field_docs_include_inherited_fields() -> None:
     docs = field_docs(Outer)
     assert docs["steps"] == "How many steps."
-    assert set(docs) == {"path", "steps", "names", "kinds", "on", "minutes", "label", "mode", "inner", "parts"}
+    assert set(docs) == {
+        "path",
+        "steps",
+        "names",
+        "kinds",
+        "on",
+        "minutes",
+        "label",
+        "mode",
+        "inner",
+        "optional",
+        "parts",
+    }
 
 
 @pytest.mark.parametrize(

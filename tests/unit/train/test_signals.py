@@ -37,7 +37,10 @@ class SignalAt:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signal_finishes_the_step_and_saves(args: Make, fit: Make, number: signal.Signals) -> None:
+def test_signal_finishes_the_step_and_saves(
+    args: Make, fit: Make, number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="whimbrel")
     before = {number: signal.getsignal(number) for number in SIGNALS}
     settings = args()  # with save_strategy="no"
     trainer, losses = fit(settings, callbacks=[SignalAt(2, number=number)])
@@ -45,6 +48,8 @@ def test_signal_finishes_the_step_and_saves(args: Make, fit: Make, number: signa
     assert list(list_checkpoints(Path(settings.output_dir))) == [3]
     assert trainer.received_signal == number
     assert trainer.stopped_by == (number.name, "on_step_end", "stop")
+    again = {signal.SIGINT: "press Ctrl-C again", signal.SIGTERM: "send SIGTERM again"}[number]
+    assert f"Interrupted ({number.name}): saving; {again} to quit without saving" in caplog.text
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
 
 

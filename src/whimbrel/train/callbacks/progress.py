@@ -313,7 +313,8 @@ def _summary_lines(summary: RunSummary) -> Iterator[str]:
     if summary.resumed_from is not None:
         yield f"Resumed from: {summary.resumed_from} (step {summary.first_step})"
     if summary.first_step >= summary.total_steps:
-        position = f"{summary.first_step} of {summary.total_steps}"
+        past = summary.first_step > summary.total_steps
+        position = f"{summary.first_step}{', past the last step,' if past else ' of'} {summary.total_steps}"
         yield f"Already at step {position}: nothing to do; increase train.steps or train.epochs to continue"
 
 
@@ -378,7 +379,8 @@ def _total_lines(metrics: dict[str, Any]) -> Iterator[str]:
         yield f"Total tokens processed: {tokens:,}"
         if seconds:
             yield f"Average tokens/sec: {tokens / seconds:.2f}"
-    yield f"Compile time: {metrics['compile_seconds']:.2f}s (not included in the total)"
+    if metrics["compile_seconds"]:
+        yield f"Compile time: {metrics['compile_seconds']:.2f}s (not included in the total)"
     yield f"Peak memory: {_gib(metrics['peak_memory'])}"
 
 

@@ -51,7 +51,6 @@ def test_lines_without_a_terminal(make_run: Any, tmp_path: Path) -> None:
         "Total time: 1.00s (0.02 minutes)",
         "Total tokens processed: 512",
         "Average tokens/sec: 512.00",
-        "Compile time: 0.00s (not included in the total)",
         "Peak memory: 1.00 GiB",
     ]
 
