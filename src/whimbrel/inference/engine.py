@@ -16,7 +16,7 @@ from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cache.buffer import KV_CODECS
 from whimbrel.inference.adapters import AdapterSelection, with_adapters
 from whimbrel.inference.cuda_decoder import unsupported_reason
-from whimbrel.inference.model_runner import Chunk, DecodeGraphs, ModelRunner
+from whimbrel.inference.model_runner import NON_FINITE, NOT_SAMPLED, Chunk, DecodeGraphs, ModelRunner
 from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.inference.sampling import log_probabilities, sample
 from whimbrel.inference.scheduler import Plan, Scheduler
@@ -49,7 +49,7 @@ class EngineConfig:
     prefix_cache: bool = True
     """Reuse the blocks of earlier requests that start with the same tokens."""
     multi_step: int = 8
-    """Maximum number of greedy tokens decoded per step with CUDA graphs or `compile`. Fewer host synchronizations make
+    """Maximum number of tokens decoded per step with CUDA graphs or `compile`. Fewer host synchronizations make
     decoding faster, but tokens arrive in groups."""
     compile: bool = False
     """Compile the decode step: takes up to minutes at `warm_up` or the first request, then decoding is faster."""
@@ -278,18 +278,26 @@ class Engine:
         return events
 
     def _multi_step(self, plan: Plan) -> list[Event]:
-        """Decode several greedy tokens per sequence without synchronizing with the host in between."""
+        """Decode several tokens per sequence without synchronizing with the host in between."""
         chunks = [Chunk(seq.block_table, seq.next_tokens(1)) for seq in plan.decodes]
+        params = [seq.request.sampling for seq in plan.decodes]
+        steps = plan.num_steps
+        keys = [[0] * steps if seq.request.sampling.greedy else seq.rng.next_keys(steps) for seq in plan.decodes]
         events: list[Event] = []
-        for seq, tokens in zip(plan.decodes, self.runner.decode_steps(chunks, plan.num_steps), strict=True):
+        for seq, tokens in zip(plan.decodes, self.runner.decode_steps(chunks, params, keys), strict=True):
             # Tokens after a stop token are dropped; if their logits were not finite, the blocks may contain NaN too.
-            discard = min(tokens) < 0
+            discard = NON_FINITE in tokens
             for token in tokens:
+                if token == NOT_SAMPLED:
+                    seq.has_wide_nucleus = True
+                    break
                 seq.advance(1, cache=self.config.prefix_cache)
-                self._new_tokens += token >= 0
-                if token < 0:
+                if token == NON_FINITE:
                     event = self._finish(seq, "error")
                 else:
+                    self._new_tokens += 1
+                    if not seq.request.sampling.greedy:
+                        seq.rng.key()  # used
                     event = self._append(seq, token, Logprob(None), discard=discard)
                 events.append(event)
                 if event.finish_reason is not None:

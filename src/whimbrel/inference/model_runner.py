@@ -19,16 +19,20 @@ from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.cpu_decoder import CpuDecoder, create_decoder
 from whimbrel.inference.cuda_decoder import CudaDecoder
 from whimbrel.inference.paged_cache import BlockPool, ContiguousCache, PagedBatch
+from whimbrel.inference.sampling import Sampler, SamplingParams
 from whimbrel.models import GPT, KVCache
 from whimbrel.models.layers import eval_mode
 
-__all__ = ["Chunk", "DecodeGraphs", "ModelRunner", "decode_one", "prefill"]
+__all__ = ["NON_FINITE", "NOT_SAMPLED", "Chunk", "DecodeGraphs", "ModelRunner", "decode_one", "prefill"]
 
 WARMUP_RUNS = 3
 """Runs before graph capture, so that autotuning, compilation and module loading are not captured."""
 
 MIN_TABLE_TOKENS = 256
 """Tokens covered by the narrowest block table: attention over fewer saves too little to be worth another graph."""
+
+NON_FINITE, NOT_SAMPLED = -1, -2
+"""Instead of a token, for `ModelRunner.decode_steps`."""
 
 NO_RECOMPILE_LIMIT = 2**31 - 1
 """Effectively disables the recompile limits of torch."""
@@ -104,12 +108,20 @@ class ModelRunner:
         return self._cpu_decoder
 
     @_inference
-    def decode_steps(self, chunks: Sequence[Chunk], steps: int) -> list[list[int]]:
-        """`steps` greedy tokens of each sequence, -1 for non-finite logits; synchronizes once. Needs graphs."""
+    def decode_steps(
+        self, chunks: Sequence[Chunk], params: Sequence[SamplingParams], keys: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """Several tokens of each sequence, sampled with one key per token; synchronizes once. Needs graphs.
+
+        NON_FINITE stands for logits that are not finite, and NOT_SAMPLED for the first token that `Sampler.draw` could
+        not sample; the tokens after either mean nothing.
+        """
         assert self._graphs is not None
         self._select_adapters(chunks)
         tokens, batch = self._batch(chunks, self._graphs.padded_size(len(chunks)))
-        sampled: list[list[int]] = self._graphs.decode_steps(tokens, batch, steps)[: len(chunks)].tolist()
+        sampler = None if all(each.greedy for each in params) else Sampler(params, self._pool.device)
+        keys_SB = torch.tensor(keys).t().contiguous().to(self._pool.device, non_blocking=True)
+        sampled: list[list[int]] = self._graphs.decode_steps(tokens, batch, keys_SB, sampler).tolist()
         return sampled
 
     def _select_adapters(self, chunks: Sequence[Chunk]) -> None:
@@ -200,8 +212,8 @@ class DecodeGraphs:
     For a small model, Python takes longer to launch the kernels of a step than the GPU takes to run them. So the step
     is recorded once per batch size, with static input tensors (tokens, block tables, lengths), and replayed;
     smaller batches are padded. Attention reads as many blocks as the block table is wide, so the table is only as wide
-    as the longest sequence needs. A step writes its argmax tokens to the inputs of the next one, so several greedy
-    steps can be replayed before the host reads the result.
+    as the longest sequence needs. A step writes its argmax tokens to the inputs of the next one, where a `Sampler` may
+    replace them, so several steps can be replayed before the host reads the result.
     """
 
     def __init__(
@@ -255,13 +267,19 @@ class DecodeGraphs:
         [(logits_BV, _)] = self._replays(recorded, 1)
         return logits_BV
 
-    def decode_steps(self, tokens_B1: Tensor, batch: PagedBatch, steps: int) -> Tensor:
-        """Greedy tokens (batch, steps); each step reads the token of the one before."""
+    def decode_steps(self, tokens_B1: Tensor, batch: PagedBatch, keys_SB: Tensor, sampler: Sampler | None) -> Tensor:
+        """Tokens (sequences, steps); each step reads the token of the one before. Greedy without a sampler."""
         recorded = self._get_step(len(tokens_B1), batch.tables.size(1))
         recorded.fill(tokens_B1, batch)
-        sampled_BS = tokens_B1.new_empty((len(tokens_B1), steps))
-        for step, (_, argmax_B) in enumerate(self._replays(recorded, steps)):
-            sampled_BS[:, step] = argmax_B
+        steps, size = keys_SB.shape
+        sampled_BS = tokens_B1.new_empty((size, steps))
+        for step, (logits_BV, argmax_B) in enumerate(self._replays(recorded, steps)):
+            tokens_B = argmax_B[:size]
+            if sampler is not None:
+                drawn_B = sampler.draw(logits_BV[:size], keys_SB[step])
+                recorded.tokens[:size, 0] = drawn_B.clamp(min=0)
+                tokens_B = torch.where(tokens_B < 0, NON_FINITE, torch.where(drawn_B < 0, NOT_SAMPLED, drawn_B))
+            sampled_BS[:, step] = tokens_B
         return sampled_BS
 
     def _replays(self, recorded: RecordedStep, count: int) -> Iterator[tuple[Tensor, Tensor]]:

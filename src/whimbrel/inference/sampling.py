@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from whimbrel.base.errors import RequestError
 __all__ = [
     "History",
     "SampleRNG",
+    "Sampler",
     "SamplingParams",
     "check_finite",
     "distribution",
@@ -130,11 +131,20 @@ class SampleRNG:
 
     def key(self) -> int:
         """The next key for `sample` or `gumbel_max`, in [0, 2**63 - 1)."""
-        return int(torch.randint(2**63 - 1, (), generator=self._generator))
+        return _random_key(self._generator)
+
+    def next_keys(self, count: int) -> list[int]:
+        """What the next calls of `key` will return."""
+        generator = self._generator.clone_state()
+        return [_random_key(generator) for _ in range(count)]
 
     def uniform(self) -> float:
         """The next random number in [0, 1)."""
         return torch.rand((), dtype=torch.float64, generator=self._generator).item()
+
+
+def _random_key(generator: torch.Generator) -> int:
+    return int(torch.randint(2**63 - 1, (), generator=generator))
 
 
 def non_finite_error() -> RequestError:
@@ -165,31 +175,101 @@ def sample(
     if check:
         check_finite(logits_BV)
     logits_BV = _apply_bias_and_penalties(logits_BV, params, histories)
-    tokens_B = logits_BV.argmax(-1)
-    sampled = [row for row, each in enumerate(params) if not each.greedy]
-    if sampled:
-        rows = torch.tensor(sampled, device=logits_BV.device)
-        probabilities_RV = _filtered_probabilities(logits_BV[rows], [params[row] for row in sampled])
-        tokens_B[rows] = gumbel_max(probabilities_RV, [keys[row] for row in sampled])
+    sampler, tokens_B = Sampler(params, logits_BV.device), logits_BV.argmax(-1)
+    if sampler.num_rows:
+        rows = sampler.rows
+        tokens_B[rows] = gumbel_max(
+            sampler.probabilities(logits_BV[rows]), torch.tensor(keys, device=rows.device)[rows]
+        )
     return tokens_B
 
 
+class Sampler:
+    """Samples rows with the same parameters each time, without bias and penalties.
+
+    The parameters are on the device, so that `draw` does not synchronize with the host.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
+        sampled = [(row, each) for row, each in enumerate(params) if not each.greedy]
+        self.num_rows = len(sampled)
+        self.rows = torch.tensor([row for row, _ in sampled], dtype=torch.long, device=device)
+        """The rows that are not greedy."""
+
+        def column(values: Iterable[float]) -> Tensor:
+            return torch.tensor([*values], device=device)[:, None]
+
+        smallest = torch.finfo(torch.float32).tiny
+        self._temperatures = column(max(smallest, each.temperature) for _, each in sampled)
+        counts = {index: each.top_k for index, (_, each) in enumerate(sampled) if each.top_k}
+        masses = {index: each.top_p or 1 for index, (_, each) in enumerate(sampled) if each.top_p not in (None, 1)}
+        fractions = [each.min_p or 0.0 for _, each in sampled]
+        self._max_count = max(counts.values(), default=0)
+        self._count_rows, self._counts = torch.tensor([*counts], device=device), column(counts.values())
+        self._mass_rows = torch.tensor([*masses], device=device) if masses else None
+        self._masses = column(math.ceil(mass * FIXED_POINT_SCALE) for mass in masses.values())
+        self._fractions = column(fractions) if masses or any(fractions) else None
+
+    def probabilities(self, logits_RV: Tensor) -> Tensor:
+        """Probabilities of the rows that are not greedy, after temperature, top_k, top_p and min_p."""
+        probabilities_RV, is_complete_R = self._filter(logits_RV, TOP_P_CANDIDATES)
+        if is_complete_R is not None and not is_complete_R.all():
+            probabilities_RV, _ = self._filter(logits_RV, logits_RV.size(1))
+        return probabilities_RV
+
+    @torch.no_grad()
+    def draw(self, logits_BV: Tensor, keys_B: Tensor) -> Tensor:
+        """One token per row, (B,); -1 if its nucleus (`top_p`) has TOP_P_CANDIDATES tokens or more."""
+        tokens_B, rows = logits_BV.argmax(-1), self.rows
+        if self.num_rows:
+            probabilities_RV, is_complete_R = self._filter(logits_BV[rows], TOP_P_CANDIDATES)
+            tokens_R = gumbel_max(probabilities_RV, keys_B[rows])
+            tokens_B[rows] = tokens_R if is_complete_R is None else torch.where(is_complete_R, tokens_R, -1)
+        return tokens_B
+
+    def _filter(self, logits_RV: Tensor, nucleus_width: int) -> tuple[Tensor, Tensor | None]:
+        """Probabilities, and whether each nucleus has less than `nucleus_width` tokens; None if all have.
+
+        Tokens tied with the last one kept are kept too, so the result does not depend on the order of ties.
+        """
+        logits_RV = logits_RV.float()
+        # The maximum becomes 0, so no temperature, however low, overflows.
+        scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / self._temperatures
+        if self._max_count:
+            rows = self._count_rows
+            scaled_RV[rows] = _keep_top_k(scaled_RV[rows], self._counts, self._max_count)
+        probabilities_RV = scaled_RV.softmax(-1)
+        if self._fractions is None:
+            return probabilities_RV, None
+        is_complete_R = None
+        if (rows_M := self._mass_rows) is not None:
+            width = min(nucleus_width, logits_RV.size(1))
+            kept_MV, fits_M = _keep_top_p(scaled_RV[rows_M], probabilities_RV[rows_M], self._masses, width)
+            scaled_RV[rows_M] = kept_MV
+            if width < logits_RV.size(1):
+                is_complete_R = torch.ones(len(logits_RV), dtype=torch.bool, device=logits_RV.device)
+                is_complete_R[rows_M] = fits_M
+        minimum_R1 = self._fractions * probabilities_RV.amax(-1, keepdim=True)
+        return scaled_RV.masked_fill(probabilities_RV < minimum_R1, -torch.inf).softmax(-1), is_complete_R
+
+
 @torch.no_grad()
-def gumbel_max(probabilities_BV: Tensor, keys: Sequence[int]) -> Tensor:
+def gumbel_max(probabilities_BV: Tensor, keys_B: Tensor | Sequence[int]) -> Tensor:
     """One token per row, (B,), sampled from probabilities that need not be normalized.
 
     argmax(log p + Gumbel noise), written as argmax(p / exponential noise): the logarithm is monotonic.
     """
-    return (probabilities_BV / _exponential_noise(keys, probabilities_BV)).argmax(-1)
+    keys_B = torch.as_tensor(keys_B, device=probabilities_BV.device)
+    return (probabilities_BV / _exponential_noise(keys_B, probabilities_BV)).argmax(-1)
 
 
-def _exponential_noise(keys: Sequence[int], like_BV: Tensor) -> Tensor:
+def _exponential_noise(keys_B: Tensor, like_BV: Tensor) -> Tensor:
     """Exponential noise (B, V): token v of a row uses number v of the splitmix64 stream of the row's key.
 
     Accurate to fp32 however small, and never 0 or infinite.
     """
     counts_V = torch.arange(1, like_BV.size(1) + 1, device=like_BV.device)
-    mixed_BV = torch.tensor(keys, device=like_BV.device)[:, None] + counts_V.mul_(GOLDEN_GAMMA - 2**64)
+    mixed_BV = keys_B[:, None] + counts_V.mul_(GOLDEN_GAMMA - 2**64)
     for shift, factor in SPLITMIX_ROUNDS:
         mixed_BV.bitwise_xor_(_logical_shift(mixed_BV, shift)).mul_(factor)
     uniform_BV = _logical_shift(mixed_BV, 11).float().add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-24)
@@ -208,10 +288,9 @@ def distribution(logits_BV: Tensor, params: Sequence[SamplingParams], histories:
     logits_BV = _apply_bias_and_penalties(logits_BV, params, histories)
     probabilities_BV = torch.zeros_like(logits_BV, dtype=torch.float32)
     probabilities_BV.scatter_(1, logits_BV.argmax(-1, keepdim=True), 1.0)
-    sampled = [row for row, each in enumerate(params) if not each.greedy]
-    if sampled:
-        rows = torch.tensor(sampled, device=logits_BV.device)
-        probabilities_BV[rows] = _filtered_probabilities(logits_BV[rows], [params[row] for row in sampled])
+    sampler = Sampler(params, logits_BV.device)
+    if sampler.num_rows:
+        probabilities_BV[sampler.rows] = sampler.probabilities(logits_BV[sampler.rows])
     return probabilities_BV
 
 
@@ -265,52 +344,22 @@ def _output_counts(history: History) -> Counter[int]:
     return counts
 
 
-def _filtered_probabilities(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Probabilities after temperature, top_k, top_p and min_p.
-
-    Tokens tied with the last one kept are kept too, so the result does not depend on the order of ties.
-    """
-    logits_RV = logits_RV.float()
-    smallest = torch.finfo(torch.float32).tiny
-    temperatures = torch.tensor([max(smallest, each.temperature) for each in params], device=logits_RV.device)
-    # The maximum becomes 0, so no temperature, however low, overflows.
-    scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperatures[:, None]
-    limited = {row: each.top_k for row, each in enumerate(params) if each.top_k}
-    if limited:
-        rows = torch.tensor(list(limited), device=logits_RV.device)
-        scaled_RV[rows] = _keep_top_k(scaled_RV[rows], list(limited.values()))
-    probabilities_RV = scaled_RV.softmax(-1)
-    nuclei = {row: each.top_p for row, each in enumerate(params) if each.top_p not in (None, 1)}
-    fractions = [each.min_p or 0.0 for each in params]
-    if not nuclei and not any(fractions):
-        return probabilities_RV
-    if nuclei:
-        rows = torch.tensor(list(nuclei), device=logits_RV.device)
-        scaled_RV[rows] = _keep_top_p(
-            scaled_RV[rows], probabilities_RV[rows], [top_p or 1 for top_p in nuclei.values()]
-        )
-    minimum_R1 = torch.tensor(fractions, device=logits_RV.device)[:, None] * probabilities_RV.amax(-1, keepdim=True)
-    return scaled_RV.masked_fill(probabilities_RV < minimum_R1, -torch.inf).softmax(-1)
-
-
-def _keep_top_k(scaled_RV: Tensor, counts: Sequence[int]) -> Tensor:
+def _keep_top_k(scaled_RV: Tensor, counts_R1: Tensor, max_count: int) -> Tensor:
     """-inf for all but the `counts` largest of each row."""
-    ranks = [min(count, scaled_RV.size(1)) - 1 for count in counts]
-    largest_RK = scaled_RV.topk(max(ranks) + 1).values
-    smallest_R1 = largest_RK.gather(1, torch.tensor(ranks, device=scaled_RV.device)[:, None])
+    width = min(max_count, scaled_RV.size(1))
+    largest_RK = scaled_RV.topk(width).values
+    smallest_R1 = largest_RK.gather(1, counts_R1.clamp(max=width) - 1)
     return scaled_RV.masked_fill(scaled_RV < smallest_R1, -torch.inf)
 
 
-def _keep_top_p(scaled_RV: Tensor, probabilities_RV: Tensor, masses: Sequence[float]) -> Tensor:
-    """-inf for all but the fewest most likely tokens of each row whose probabilities sum to at least `masses`."""
-    units_RV, vocab_size = (probabilities_RV * FIXED_POINT_SCALE).long(), scaled_RV.size(1)
-    masses_R1 = torch.tensor([math.ceil(mass * FIXED_POINT_SCALE) for mass in masses], device=scaled_RV.device)[:, None]
-    width = min(TOP_P_CANDIDATES, vocab_size)
-    while True:
-        largest_RK, ids_RK = scaled_RV.topk(width)
-        units_RK = units_RV.gather(1, ids_RK)
-        before_RK = units_RK.cumsum(-1) - units_RK
-        kept_R1 = (before_RK < masses_R1).sum(-1, keepdim=True)
-        if width == vocab_size or not (kept_R1 == width).any():
-            return scaled_RV.masked_fill(scaled_RV < largest_RK.gather(1, kept_R1 - 1), -torch.inf)
-        width = vocab_size
+def _keep_top_p(scaled_RV: Tensor, probabilities_RV: Tensor, masses_R1: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """-inf for all but the fewest most likely tokens of each row whose probabilities sum to at least `masses`.
+
+    They are searched among the `width` most likely; also returns whether there are fewer, so that none is missed.
+    """
+    units_RV = (probabilities_RV * FIXED_POINT_SCALE).long()
+    largest_RK, ids_RK = scaled_RV.topk(width)
+    units_RK = units_RV.gather(1, ids_RK)
+    before_RK = units_RK.cumsum(-1) - units_RK
+    kept_R1 = (before_RK < masses_R1).sum(-1, keepdim=True)
+    return scaled_RV.masked_fill(scaled_RV < largest_RK.gather(1, kept_R1 - 1), -torch.inf), kept_R1[:, 0] < width

@@ -127,6 +127,8 @@ class Sequence:
     """Proposes draft tokens for this sequence only."""
     proposal: Proposal | None = None
     """Draft tokens to verify in the next step."""
+    has_wide_nucleus: bool = False
+    """Whether `Sampler.draw` failed, so that tokens cannot be sampled ahead."""
 
     @classmethod
     def from_request(
@@ -237,11 +239,13 @@ class Sequence:
 
     @property
     def supports_multi_step(self) -> bool:
-        """Whether several steps can run without the host: greedy, no log-probabilities, no draft, one sample."""
-        request = self.request
+        """Whether several steps can run without the host: without penalties, bias, log-probabilities or a draft."""
+        request, sampling = self.request, self.request.sampling
+        if sampling.has_penalties or sampling.logit_bias or self.has_wide_nucleus:
+            return False
         prompt_reported = request.prompt_logprobs is None or self.num_sampled > 0
-        argmax = request.sampling.is_argmax and request.logprobs is None and request.draft is None
-        return argmax and prompt_reported and not self.is_complete and len(self.samples) == 1
+        supported = request.logprobs is None and request.draft is None and len(self.samples) == 1
+        return supported and prompt_reported and not self.is_complete
 
     @property
     def unscored(self) -> range:

@@ -139,13 +139,56 @@ def test_a_step_is_compiled_once_for_one_sequence_and_once_for_more(monkeypatch:
     assert counter.frame_count == 2  # whatever the number of rows, and of blocks
 
 
+SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"min_p": 0.1, "top_p": 0.95, "top_k": 40},
+    {"presence_penalty": 1.0},
+]
+
+
 @pytest.mark.usefixtures("recorded")
-def test_greedy_sequences_decode_several_tokens_per_step() -> None:
+@pytest.mark.parametrize("width", [4, 1024])
+@pytest.mark.parametrize("multi_step", [1, 3, 8])
+def test_sampled_tokens_do_not_depend_on_the_steps_between_synchronizations(
+    multi_step: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the nuclei (`top_p`) of some steps are too large to sample from without the host."""
+    model = model_of("llama")
+    requests = [
+        Request(prompt_ids=(5, 6, 7 + row), max_new_tokens=17 + row, seed=row, sampling=SamplingParams(**settings))
+        for row, settings in enumerate(SAMPLING)
+    ]
+    expected = [tokens for request in requests for tokens in tokens_of(Engine(model), [request])]
+    monkeypatch.setattr("whimbrel.inference.sampling.TOP_P_CANDIDATES", width)
+    without_penalties = Engine(model, EngineConfig(compile=True, multi_step=multi_step))
+    assert tokens_of(without_penalties, requests[:-1]) == expected[:-1]
+    everything = Engine(model, EngineConfig(compile=True, multi_step=multi_step))
+    assert tokens_of(everything, requests) == expected
+
+
+def tokens_of(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    """The tokens of each request, all run together."""
+    ids = [engine.add_request(request) for request in requests]
+    tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
+    while engine.busy:
+        for event in engine.step():
+            if event.token is not None:
+                tokens[event.request_id].append(event.token)
+    return [tokens[request_id] for request_id in ids]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_sequences_decode_several_tokens_per_step() -> None:
     engine = Engine(model_of("gpt2"), EngineConfig(compile=True, multi_step=8))
     engine.add_request(Request(prompt_ids=(1, 2), max_new_tokens=20, sampling=SamplingParams(temperature=0)))
     assert [len(engine.step()) for _ in range(4)] == [1, 8, 8, 3]
+    engine.add_request(Request(prompt_ids=(1, 2), max_new_tokens=12, sampling=SamplingParams(top_p=0.9)))
+    assert [len(engine.step()) for _ in range(3)] == [1, 8, 3]
     for asked in (
-        {"sampling": SamplingParams(temperature=0.5)},
+        {"sampling": SamplingParams(logit_bias={3: 1.0})},
         {"logprobs": 0},
         {"sampling": SamplingParams(temperature=0, presence_penalty=1)},
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import (
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference import History, SampleRNG, SamplingParams, log_probabilities, sample
-from whimbrel.inference.sampling import distribution, gumbel_max
+from whimbrel.inference.sampling import Sampler, distribution, gumbel_max
 
 VOCAB = 61
 NOTHING = History((), 0)
@@ -207,6 +208,26 @@ def test_rows_are_bitwise_equal_alone_and_in_a_batch(device):
         assert sample(*parts, keys[row : row + 1], histories[row : row + 1]).tolist() == [together[row]]
         assert torch.equal(distribution(*parts, histories[row : row + 1])[0], whole[row])
     assert sample(logits.cpu(), samplings, keys, histories).tolist() == together
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_draw_equals_sample_without_synchronizing(device):
+    generator = torch.Generator().manual_seed(4)
+    logits = (torch.randn(60, 5000, generator=generator) * 3).to(device)
+    settings = [SamplingParams(**SETTINGS[row % len(SETTINGS)]) for row in range(60)]
+    samplings = [replace(each, repetition_penalty=1.0, logit_bias=None) for each in settings]
+    keys = torch.randint(2**63 - 1, (60,), generator=generator).to(device)
+    sampler = Sampler(samplings, logits.device)
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = sampler.draw(logits, keys)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    expected = sample(logits, samplings, keys.tolist(), [NOTHING] * 60)
+    assert torch.equal(torch.where(drawn < 0, expected, drawn), expected)
+    assert ((drawn >= 0) | torch.tensor([each.top_p == 0.6 for each in samplings], device=device)).all()
 
 
 def test_greedy_rows_take_the_argmax_without_a_key():
