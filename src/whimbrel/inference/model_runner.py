@@ -29,7 +29,7 @@ WARMUP_RUNS = 3
 """Runs before graph capture, so that autotuning, compilation and module loading are not captured."""
 
 MIN_TABLE_TOKENS = 256
-"""Tokens covered by the narrowest block table: attention over fewer saves too little to be worth another graph."""
+"""Tokens covered by the narrowest block table on a CPU: attention over fewer tokens is hardly faster."""
 
 NON_FINITE, NOT_SAMPLED = -1, -2
 """Instead of a token, for `ModelRunner.decode_steps`."""
@@ -239,15 +239,13 @@ class DecodeGraphs:
     def table_width(self, blocks: int) -> int:
         """The block-table width for a batch whose longest sequence has `blocks`.
 
-        On a GPU each width is a graph, so widths are powers of two; but the kernel for unquantized caches stops at the
-        length of each sequence, and one width serves all. Compiled code on a CPU takes any width.
+        On a GPU, attention stops at the length of each sequence, so one width serves all. On a CPU, compiled code takes
+        any width.
         """
         minimum = -(-MIN_TABLE_TOKENS // self._pool.block_size)
-        cuda = self._pool.device.type == "cuda"
-        if self._max_blocks <= max(minimum, 1) or (cuda and self._pool.codec is None):
+        if self._max_blocks <= max(minimum, 1) or self._pool.device.type == "cuda":
             return self._max_blocks
-        # From 2: torch.compile treats a size of 1 as a constant.
-        return min(self._max_blocks, max(2, minimum, 1 << (blocks - 1).bit_length() if cuda else blocks))
+        return min(self._max_blocks, max(2, minimum, blocks))  # torch.compile treats a size of 1 as a constant
 
     @_inference
     def warm_up(self) -> None:

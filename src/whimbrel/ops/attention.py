@@ -79,11 +79,15 @@ def attend(q_BHTD: Tensor, view: KVView, positions: Tensor, *, window: int | Non
 
     A query at position q attends to keys at positions 0 to q, or only to the last `window` of them.
     """
-    decoding = q_BHTD.size(2) == 1 and view.codec is None and q_BHTD.is_cuda
+    decoding = q_BHTD.size(2) == 1 and q_BHTD.is_cuda
     if decoding and view.block_tables is not None and view.lengths is not None:
         from whimbrel.ops.attention_triton import paged_attention
 
-        y_BHTD: Tensor = paged_attention(q_BHTD, view.keys, view.values, view.block_tables, view.lengths, window)
+        name, group_size = ("none", 0) if view.codec is None else (view.codec.name, view.codec.group_size or 0)
+        y_BHTD: Tensor = paged_attention(
+            q_BHTD, view.keys, view.values, view.block_tables, view.lengths, window, view.key_scales,
+            view.value_scales, name, group_size,
+        )  # fmt: skip
         return y_BHTD
     return attend_reference(q_BHTD, view, positions, window=window)
 

@@ -1,15 +1,12 @@
-"""The decode step in Triton computes the logits of the model, for the architectures and weight formats it supports.
-
-On a GPU, or without one in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/unit/inference/test_cuda_decoder.py
-"""
+"""The decode step in Triton computes the logits of the model, for the architectures and weight formats it supports."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
+from tests.support.devices import TRITON_DEVICES
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams
@@ -34,10 +31,6 @@ SHAPES = {
     | {"activation": "relu2", "gated_mlp": False, "norm_affine": False, "qk_norm": "unweighted", "embedding_skip": True}
     | {"logit_softcap": 15.0, "residual_scale": "attention", "value_embeddings": 1},
 }
-INTERPRETED = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or torch.cuda.is_available(), reason="needs TRITON_INTERPRET=1 and triton"
-)
-DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=INTERPRETED)]
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype = torch.float32, weights: str | None = None) -> GPT:
@@ -74,7 +67,7 @@ def largest_difference(model: GPT, steps: int) -> float:
     return max(differences)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_those_of_pytorch(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from whimbrel.ops import decode_triton
@@ -84,7 +77,7 @@ def test_logits_are_those_of_pytorch(shape: str, device: str, monkeypatch: pytes
     assert largest_difference(random_model(shape, device), 28) < 1e-5
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
 def test_quantized_weights(weights: str, device: str) -> None:
     assert largest_difference(random_model("llama", device, weights=weights), 3) < 1e-5

@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.devices import TRITON_DEVICES
 from torch import Tensor
 
+from whimbrel.cache.buffer import find_codec
 from whimbrel.ops import KVView, attend, attend_reference, cumulative_lengths, packed_attention, write_blocks
 
 
@@ -108,6 +110,30 @@ def test_the_paged_attention_kernel_matches_the_reference(
             close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
             torch.testing.assert_close(got[read], expected[read], rtol=close, atol=close)
             assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("codec", ["none", "fp8", "int8", "int4"])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (2, 2, 128), (3, 1, 80)])
+def test_paged_attention_decodes_quantized_caches(
+    codec: str, heads: int, kv_heads: int, width: int, device: str
+) -> None:
+    from whimbrel.ops.attention_triton import paged_attention
+
+    view, _, _ = paged([37, 1, 90], 16, kv_heads, width, 96, device)
+    keys, values, group_size = view.keys.float(), view.values.float(), 0
+    if (kind := find_codec(codec)) is not None:
+        (keys, key_scales), (values, value_scales) = kind.encode(keys), kind.encode(values)
+        view, group_size = replace(view, key_scales=key_scales, value_scales=value_scales, codec=kind), kind.group_size
+    view = replace(view, keys=keys, values=values)
+    assert view.block_tables is not None
+    assert view.lengths is not None
+    q = states(3, heads, 1, width, device=device).float()
+    for window in (None, 20):
+        expected = attend_reference(q, view, view.lengths[:, None] - 1, window=window)
+        scales = view.key_scales, view.value_scales
+        got = paged_attention(q, keys, values, view.block_tables, view.lengths, window, *scales, codec, group_size or 0)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
