@@ -109,15 +109,12 @@ def test_attention_reads_only_filled_blocks(multi_step: int, monkeypatch: pytest
     assert max(widths) == -(-(3 + 24) // 4)
 
 
-def test_graphs_of_quantized_caches_have_power_of_two_widths() -> None:
-    """Attention there reads the complete table, so it costs at most twice what is filled."""
+def test_block_tables_are_as_wide_as_the_device_needs() -> None:
     model = GPT(replace(SHAPES["gpt2"], context_length=1200))
     pool = Engine(model, EngineConfig(max_batch=1, kv_cache_dtype="int8")).pool
     graphs = DecodeGraphs(model, pool, max_batch=1, compile_step=False)
     assert [graphs.table_width(blocks) for blocks in (1, 16, 17, 75)] == [16, 16, 17, 75]  # on a CPU any width will do
     pool.device = torch.device("cuda")
-    assert [graphs.table_width(blocks) for blocks in (1, 16, 17, 32, 33, 75)] == [16, 16, 32, 32, 64, 75]
-    pool.codec = None
     assert graphs.table_width(1) == graphs.table_width(75) == 75  # the kernel stops at the length of each row
 
 
