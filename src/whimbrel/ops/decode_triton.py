@@ -1,7 +1,7 @@
-"""Triton kernels for a decode step: one new token per sequence, for a few sequences.
+"""Triton kernels for decoding one sequence, a token at a time.
 
-A step reads every weight once, so its time is the number of bytes over the bandwidth, plus the latency of each kernel.
-So there are few kernels, which read weights at the full bandwidth:
+A step reads every weight once, so it cannot be faster than the memory; each kernel adds its latency. So there are few
+kernels:
 
     linear       norm -> matrix-vector products -> bias, activation, residual
     attention    norm and rotation of queries and keys -> write to the KV cache -> attention over it
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["LinearWeight", "Scratch", "Tile", "attention", "linear", "next_token"]
+__all__ = ["LinearWeight", "Norm", "Scratch", "Tile", "attention", "linear", "next_token"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SPLITS, MIN_TOKENS, TILE = 16, 256, 32
@@ -204,20 +204,9 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
             if GATED:
                 up_codes = _load_codes(up_pointers, start + BLOCK, WIDTH, BLOCK)
         even, odd = _load_input(
-            x,
-            norm_weight,
-            norm_bias,
-            mean,
-            rstd,
-            input_scale,
-            start,
-            K,
-            PARTS,
-            BLOCK,
-            NORM,
-            QUANTIZES_INPUT,
+            x, norm_weight, norm_bias, mean, rstd, input_scale, start, K, PARTS, BLOCK, NORM, QUANTIZES_INPUT,
             INTERPRETED,
-        )
+        )  # fmt: skip
         acc = _add_products(acc, block, scales, even, odd, row, start, K, FORMAT, GROUP, ROWS, BLOCK, INTERPRETED)
         if GATED:
             up_acc = _add_products(
