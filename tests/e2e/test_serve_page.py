@@ -105,10 +105,14 @@ class Page:
     def send(self, text: str) -> None:
         self.find("text").send_keys(text, Keys.ENTER)
 
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation, before Markdown."""
+        chat = json.loads(self.run("return sessionStorage.getItem('whimbrel.state')"))["chat"]
+        return [{name: message[name] for name in ("role", "content")} for message in chat]
+
     def replies(self) -> list[str]:
-        """The text of the assistant's messages, before Markdown."""
-        state = json.loads(self.run("return sessionStorage.getItem('whimbrel.state')"))
-        return [message["content"] for message in state["chat"] if message["role"] == "assistant"]
+        """The text of the assistant's messages."""
+        return [message["content"] for message in self.messages() if message["role"] == "assistant"]
 
     def problems(self) -> list[str]:
         """Errors in the console; 4xx responses are logged as errors too."""
@@ -144,6 +148,15 @@ def fake_page(browser: webdriver.Chrome, server: ServerProcess) -> Iterator[Any]
     yield open_page
     for identifier in scripts:
         browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", {"identifier": identifier})
+
+
+@pytest.fixture
+def adapter_page(browser: webdriver.Chrome, adapter_server: ServerProcess) -> Page:
+    """The page of the server with adapters, whose context has 128 tokens; the model is chosen."""
+    page = Page(browser, adapter_server)
+    page.set("key", adapter_server.key)
+    page.until(lambda: page.find("model").get_property("value") == "base")
+    return page
 
 
 @pytest.fixture
@@ -569,16 +582,37 @@ def test_a_conversation_longer_than_the_context_drops_its_oldest_messages(page: 
     assert divider.find_element(By.CLASS_NAME, "content").text == "Hello"
 
 
-def test_dropped_messages_leave_space_for_the_reply(fake_page: Any):
-    """Estimated from the tokens per character of the last response, before the server refuses the prompt."""
-    page = fake_page([[{"content": "Hi"}] for _ in range(4)], context_length=60)
-    for turn in range(1, 4):  # the fake server reports 30 tokens for each
-        page.send("Hello")
-        page.until(lambda turn=turn: page.is_idle() and len(page.turns()) == 2 * turn)
-    lengths = page.run("return sent.map(({ messages }) => messages.length)")
-    assert lengths[0] == 1
-    assert lengths[2] < 5
-    assert page.run("return sent[0].max_tokens") == 30  # half of the context
+def test_only_messages_that_do_not_fit_are_dropped(adapter_page: Page, adapter_server: ServerProcess):
+    """A token is a byte: the first message has more of them per character than the others."""
+    page = adapter_page
+    page.mode("chat")
+    page.set("temperature", "0")
+    page.set("max_tokens", "2")
+    shown, expected = [], []
+    with adapter_server.client() as client:
+        for turn, first_kept in ((1, 0), (2, 0), (3, 4)):
+            page.send("☃" * 8 if turn == 1 else "a" * 30)
+            page.until(lambda turn=turn: page.is_idle() and len(page.turns()) == 2 * turn)
+            shown.append((page.find("used").text, len(page.browser.find_elements(By.CLASS_NAME, "divider"))))
+            messages = page.messages()[first_kept:-1]
+            body = {"model": "base", "messages": messages, "temperature": 0, "max_tokens": 2}
+            usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+            expected.append((f"{usage['total_tokens']} of 128 tokens", int(first_kept > 0)))
+    assert shown == expected
+
+
+@pytest.mark.parametrize(("max_tokens", "longest"), [(20, 108), (100, 64)])
+def test_only_text_that_does_not_fit_is_dropped(adapter_page: Page, max_tokens: int, longest: int):
+    """At most half of the context is reserved for the continuation."""
+    page = adapter_page
+    page.set("max_tokens", str(max_tokens))
+    for length in (longest, longest + 1):
+        page.find("new").click()
+        page.send(("a " * length)[: length - 1] + "a")
+        page.until(lambda: page.is_idle() and len(page.turns()) == 1)
+        sent = int(page.find("used").text.split()[0]) - int(page.last(".stats").text.split()[0])
+        assert (sent == length) == (length == longest)
+        assert ("only saw the end" in page.find("status").text) == (length > longest)
 
 
 def test_only_the_end_of_a_long_text_is_the_prompt(page: Page, server: ServerProcess):

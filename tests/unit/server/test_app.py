@@ -161,6 +161,18 @@ def test_configured_limits_apply(served: ServedModel):
 CHAT_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 
 
+@pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, COMPLETION_BODY | {"prompt": "a b c"}), (CHAT, CHAT_BODY)])
+def test_a_request_can_limit_its_prompt(served: ServedModel, route: str, body: dict[str, object]):
+    with running(served) as run:
+        length = run.client.post(route, json=body).json()["usage"]["prompt_tokens"]
+        assert run.client.post(route, json=body | {"max_prompt_tokens": length}).status_code == 200
+        rejected = run.client.post(route, json=body | {"max_prompt_tokens": length - 1})
+        assert error(rejected) == (400, "context_length_exceeded")
+    with running(served, max_prompt_tokens=length - 1) as run:  # the limit of the server still applies
+        rejected = run.client.post(route, json=body | {"max_prompt_tokens": length})
+        assert error(rejected) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [

@@ -28,7 +28,7 @@ let state = {
   chat: [],
   complete: [],
   start: 0, // index of the first message in the context
-  usage: null, // of the last response: {tokens, characters, total}
+  used: 0, // number of tokens in the context after the last response
 };
 
 const card = () => cards.find(({ id }) => id === model.value);
@@ -61,7 +61,7 @@ async function loadModels() {
 const defaultMode = () => (card().has_chat_template ? "chat" : "complete");
 
 function setMode(mode) {
-  if (state.mode !== mode) state.usage = null;
+  if (state.mode !== mode) state.used = 0;
   state.mode = mode;
   find(`mode-${mode}`).checked = true;
   for (const field of document.querySelectorAll(".chat-only")) field.hidden = mode !== "chat";
@@ -166,7 +166,7 @@ function introduction(chat, hasTemplate) {
 
 function showMeter() {
   const { context_length: size } = card();
-  const used = Math.min(state.usage?.total ?? 0, size);
+  const used = Math.min(state.used, size);
   find("meter").hidden = !used;
   find("context").max = size;
   find("context").value = used;
@@ -183,34 +183,31 @@ function setBusy(busy) {
 
 // Fitting the context
 
-const size = (messages) => JSON.stringify(messages).length;
-
-// The number of tokens, from the ratio of tokens to characters in the last response; 0 if there is none yet.
-const estimate = (characters) => (state.usage ? (characters * state.usage.tokens) / state.usage.characters : 0);
-
-// The largest prompt that leaves space for the response.
-function maxPrompt() {
+// The maximum number of tokens of a prompt, which leaves space for the response. Like `whimbrel chat`, fills only half of the context
+// once something is left out, so that the next requests start with the same tokens, which are in the prefix cache.
+function maxPrompt(isComplete) {
   const { context_length: length } = card();
-  return length - Math.min(sampling().max_tokens, Math.floor(length / 2));
+  const half = Math.floor(length / 2);
+  return length - (isComplete ? Math.min(Math.floor(sampling().max_tokens), half) : half);
 }
 
-// Yields the prompts to try, the longest first: the server refuses those that are too long. Like `whimbrel chat`, fills only half
-// of the context once something is left out, so that the next requests start with the same tokens, which are in the prefix cache.
+// Yields the prompts to try, the longest first: the server counts their tokens and rejects those that are too long.
 function* chatPrompts(system) {
   const starts = state.chat.flatMap(({ role }, index) => (role === "user" && index >= state.start ? [index] : []));
   for (const start of starts) {
-    const prompt = [...system, ...state.chat.slice(start).map(apiMessage)];
-    const limit = start === starts[0] ? maxPrompt() : card().context_length / 2;
-    if (start === starts.at(-1) || estimate(size(prompt)) <= limit) yield { start, prompt, path: "/v1/chat/completions", body: { messages: prompt } };
+    const messages = [...system, ...state.chat.slice(start).map(apiMessage)];
+    const limit = start === starts.at(-1) ? null : maxPrompt(start === starts[0]);
+    yield { start, path: "/v1/chat/completions", body: { messages, max_prompt_tokens: limit } };
   }
 }
 
 function* textPrompts(source) {
   let prompt = source;
   while (true) {
-    const fits = estimate(size(prompt)) <= (prompt === source ? maxPrompt() : card().context_length / 2);
-    if (fits || prompt.length < 8) yield { start: 0, prompt, shortened: prompt !== source, path: "/v1/completions", body: { prompt } };
-    if (prompt.length < 8) return;
+    const isShort = prompt.length < 8;
+    const limit = isShort ? null : maxPrompt(prompt === source);
+    yield { start: 0, shortened: prompt !== source, path: "/v1/completions", body: { prompt, max_prompt_tokens: limit } };
+    if (isShort) return;
     const rest = prompt.slice(Math.ceil(prompt.length / 4));
     prompt = rest.slice(rest.search(/\s\S/) + 1).replace(/^[\uDC00-\uDFFF]/, ""); // from the start of a word, or at least of a character
   }
@@ -239,7 +236,7 @@ async function requestCompletion(prompts, options) {
 // Streams the response into `entry`, which is the last one of the mode once the first chunk has arrived.
 async function streamInto(entry, prompts, options) {
   const sent = performance.now();
-  const { response, prompt, start, shortened } = await requestCompletion(prompts, options);
+  const { response, start, shortened } = await requestCompletion(prompts, options);
   const dropped = start > state.start || shortened;
   if (state.mode === "chat") state.start = start;
   if (entries().at(-1) !== entry) entries().push(entry);
@@ -271,10 +268,9 @@ async function streamInto(entry, prompts, options) {
       drawn = false;
     }
   }
-  const { prompt_tokens, completion_tokens: tokens, total_tokens: total } = usage;
+  const { completion_tokens: tokens, total_tokens: total } = usage;
   Object.assign(entry, { tokens, exact: true, rate: last ? speed(tokens) : null });
-  state.usage = { tokens: total, characters: size(prompt) + entry.content.length - before, total };
-  if (!prompt_tokens) state.usage = null;
+  state.used = total;
   find("answer").textContent = entry.content.slice(before); // for screen readers
   showStatus(notes(finish, dropped, total, entry.content.length === before && !entry.tool_calls));
 }
@@ -391,7 +387,7 @@ function startEdit(entry) {
         return;
       }
       state.chat.splice(index, Infinity, { role: "user", content: input });
-      if (index <= state.start) [state.start, state.usage] = [0, null];
+      if (index <= state.start) [state.start, state.used] = [0, 0];
     };
     generate(change, { input });
   };
@@ -425,7 +421,7 @@ stop.addEventListener("click", () => controller?.abort());
 
 find("new").addEventListener("click", () => {
   if (!cards.length) return;
-  Object.assign(state, { [state.mode]: [], start: 0, usage: null });
+  Object.assign(state, { [state.mode]: [], start: 0, used: 0 });
   render();
   store();
   showStatus("");
@@ -437,7 +433,7 @@ for (const mode of ["chat", "complete"]) find(`mode-${mode}`).addEventListener("
 model.addEventListener("change", () => {
   const previous = cards.find(({ id }) => id === sessionStorage.getItem("whimbrel.model")) ?? cards[0];
   sessionStorage.setItem("whimbrel.model", model.value);
-  Object.assign(state, { start: 0, usage: null });
+  Object.assign(state, { start: 0, used: 0 });
   setMode(previous.has_chat_template === card().has_chat_template ? state.mode : defaultMode());
 });
 
