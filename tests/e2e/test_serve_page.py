@@ -292,6 +292,16 @@ def test_texts_are_continued_regenerated_and_edited(fake_page: Any):
     assert page.run("return sent.map(({ prompt }) => prompt)") == ["A", "A one", "A one", "B", "A one three"]
 
 
+def test_the_status_belongs_to_the_mode(fake_page: Any):
+    page = fake_page([[{"content": " one"}]], has_chat_template=False)
+    page.send("A")
+    page.until(lambda: page.find("status").text == "The model ended the text.")
+    page.mode("chat")
+    assert page.find("status").text == ""
+    page.mode("complete")
+    assert page.find("status").text == ""
+
+
 def test_an_empty_answer_is_explained_and_the_focus_stays(fake_page: Any):
     page = fake_page([[]])
     page.send("Hello")
@@ -524,6 +534,7 @@ def test_one_of_several_models_is_chosen(browser: webdriver.Chrome, adapter_serv
     with adapter_server.client() as client:
         for name in ("second", "base"):
             Select(page.find("model")).select_by_value(name)
+            assert page.find("status").text == ""  # no longer that of the other model's answer
             page.browser.refresh()
             page.until(lambda: page.find("model").get_property("value"))
             assert page.find("model").get_property("value") == name

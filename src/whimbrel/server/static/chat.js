@@ -428,12 +428,19 @@ find("new").addEventListener("click", () => {
   if (!isTouch()) text.focus();
 });
 
-for (const mode of ["chat", "complete"]) find(`mode-${mode}`).addEventListener("change", () => cards.length && setMode(mode));
+for (const mode of ["chat", "complete"]) {
+  find(`mode-${mode}`).addEventListener("change", () => {
+    if (!cards.length) return;
+    showStatus("");
+    setMode(mode);
+  });
+}
 
 model.addEventListener("change", () => {
   const previous = cards.find(({ id }) => id === sessionStorage.getItem("whimbrel.model")) ?? cards[0];
   sessionStorage.setItem("whimbrel.model", model.value);
   Object.assign(state, { start: 0, used: 0 });
+  showStatus("");
   setMode(previous.has_chat_template === card().has_chat_template ? state.mode : defaultMode());
 });
 
