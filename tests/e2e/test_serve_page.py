@@ -193,6 +193,8 @@ def test_a_base_model_opens_in_complete_mode(page: Page, server: ServerProcess):
     assert facts[facts.index("Type") + 1] == "Base model"
     page.set("temperature", "0")
     page.set("max_tokens", "12")
+    assert page.find("greeting").text == "Continue a text with tiny"
+    assert "The text may be wrong." in page.browser.find_element(By.CSS_SELECTOR, ".hint").text
     example = page.browser.find_element(By.CSS_SELECTOR, "#examples button")
     assert example.text == "Once upon a time"
     example.send_keys(Keys.ENTER)
@@ -292,6 +294,18 @@ def test_texts_are_continued_regenerated_and_edited(fake_page: Any):
     assert page.run("return sent.map(({ prompt }) => prompt)") == ["A", "A one", "A one", "B", "A one three"]
 
 
+def test_the_examples_for_a_base_model_are_texts_to_continue(fake_page: Any):
+    page = fake_page([[{"content": ", a bird"}]], has_chat_template=False)
+    examples = page.find("examples").text
+    page.mode("chat")
+    assert page.find("greeting").text == "Chat with helper"
+    assert page.find("examples").text == examples
+    page.browser.find_element(By.CSS_SELECTOR, "#examples button").send_keys(Keys.ENTER)
+    page.until(lambda: page.is_idle() and page.turns() == [("completion", "Once upon a time, a bird")])
+    assert page.find("mode-complete").is_selected()
+    assert page.run("return sent.map(({ prompt }) => prompt)") == ["Once upon a time"]
+
+
 def test_the_status_belongs_to_the_mode(fake_page: Any):
     page = fake_page([[{"content": " one"}]], has_chat_template=False)
     page.send("A")
@@ -313,6 +327,7 @@ def test_defaults_are_those_of_the_model(fake_page: Any):
     page = fake_page([[{"content": "Hi"}], [{"content": "Hi"}]])
     assert page.find("mode-chat").is_selected()
     assert page.find("greeting").text == "Chat with helper"
+    assert "Answers may be wrong." in page.browser.find_element(By.CSS_SELECTOR, ".hint").text
     page.send("Hello")
     page.until(lambda: page.is_idle() and len(page.turns()) == 2)
     page.set("top_p", "0.5")

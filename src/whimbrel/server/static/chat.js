@@ -11,11 +11,11 @@ const STATE = "whimbrel.state";
 const DEFAULT_TEMPERATURE = 0.8; // as in `whimbrel chat`
 const EXAMPLES = {
   chat: [
+    "Hello! What can you help me with?",
     "Explain in three sentences how a rainbow forms.",
-    "Write a Python function that tests whether a word is a palindrome.",
-    "Compare tea and coffee in a table.",
+    "Tell me a short story about a bird.",
   ],
-  complete: ["Once upon a time", "The most important thing to know about", ""],
+  complete: ["Once upon a time", "The most important thing to know about", "It was late in the evening when"],
 };
 const number = new Intl.NumberFormat("en");
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
@@ -67,6 +67,7 @@ function setMode(mode) {
   for (const field of document.querySelectorAll(".chat-only")) field.hidden = mode !== "chat";
   for (const field of document.querySelectorAll(".tools-only")) field.hidden ||= !card().supports_tools;
   send.textContent = mode === "chat" ? "Send" : "Complete";
+  find("caution").textContent = mode === "chat" ? "Answers may be wrong." : "The text may be wrong.";
   document.title = `${model.value} · Whimbrel`;
   for (const [name, value] of Object.entries(defaults())) find(name).placeholder = value ?? "off";
   render();
@@ -138,7 +139,7 @@ function actions(entry, isLast) {
 function showWelcome() {
   const { id, parent, num_parameters, context_length, vocab_size, dtype, has_chat_template } = card();
   const chat = state.mode === "chat";
-  find("greeting").textContent = chat ? `Chat with ${id}` : `Write with ${id}`;
+  find("greeting").textContent = chat ? `Chat with ${id}` : `Continue a text with ${id}`;
   find("introduction").textContent = introduction(chat, has_chat_template);
   const facts = {
     Type: parent ? `Adapter for ${parent}` : has_chat_template ? "Chat model" : "Base model",
@@ -149,12 +150,17 @@ function showWelcome() {
   };
   const fact = ([name, value]) => element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: value }));
   find("facts").replaceChildren(...Object.entries(facts).map(fact));
+  const mode = has_chat_template ? state.mode : "complete"; // of the examples: a base model continues texts
   const example = (prompt) => {
-    const button = element("button", { type: "button", textContent: prompt || "Start with an empty prompt" });
-    button.addEventListener("click", () => submit(prompt));
+    const button = element("button", { type: "button", textContent: prompt });
+    button.addEventListener("click", () => {
+      if (state.mode !== mode) setMode(mode);
+      submit(prompt);
+    });
     return button;
   };
-  find("examples").replaceChildren(...EXAMPLES[state.mode].map(example));
+  find("examples-title").textContent = mode === "chat" ? "Try one of these" : "Continue one of these texts";
+  find("examples").replaceChildren(...EXAMPLES[mode].map(example));
 }
 
 function introduction(chat, hasTemplate) {
