@@ -112,7 +112,8 @@ class Service:
         self.app.add_middleware(BodyMiddleware, config=config, requests=self.requests, paths=body_paths)
         public_paths = {"/health", *STATIC_FILES}
         self.app.add_middleware(AccessMiddleware, config=config, requests=self.requests, public_paths=public_paths)
-        self.app.add_middleware(MetricsMiddleware, metrics=self.metrics)
+        debug_paths = {"/health", "/metrics", *STATIC_FILES}  # polled, or requested with every page
+        self.app.add_middleware(MetricsMiddleware, metrics=self.metrics, debug_paths=debug_paths)
 
     def _add_routes(self) -> None:
         # `AccessMiddleware` checks the key; this only documents it in /openapi.json.
