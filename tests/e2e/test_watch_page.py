@@ -263,6 +263,30 @@ def test_resumes_are_marked(page: Page) -> None:
     assert 1 <= marked <= 6
 
 
+def test_numbers_stay_with_their_units_and_progress_is_below_the_step_on_a_phone(page: Page) -> None:
+    # The boxes of the text of each cell, and the top of its progress bar.
+    script = """
+    return [...document.querySelectorAll('#runs td')].filter((cell) => cell.checkVisibility()).map((cell) => {
+      const range = document.createRange();
+      range.selectNodeContents(cell.firstChild ?? cell);
+      const boxes = [...range.getClientRects()].map(({ top, bottom }) => [top, bottom]);
+      return [cell.dataset.field, boxes, cell.querySelector('progress')?.getBoundingClientRect().top];
+    });
+    """
+    page.until(lambda: len(page.charts()) == 5)
+    try:
+        for width in (390, 270):  # in the narrower one, labels and values do not fit on one line
+            screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+            page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+            cells = page.run(script)
+            assert [len(boxes) for field, boxes, _ in cells if field == "peak_memory"] == [1, 1]
+            gaps = [bar - boxes[-1][1] for field, boxes, bar in cells if field == "step"]
+            assert len(gaps) == 2
+            assert gaps[0] == gaps[1] >= 0
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 @pytest.mark.parametrize(("width", "height"), [(1400, 1000), (390, 844)])
 def test_no_errors_external_requests_overflow_or_low_contrast(page: Page, width: int, height: int) -> None:
     screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}

@@ -6,6 +6,7 @@ import { checkKey, element, errorMessage } from "/page/client.js";
 const find = (id) => document.getElementById(id);
 const POLL_RUNNING = 1000, POLL_IDLE = 5000, NOTICE = 8000; // milliseconds
 const GIB = 2 ** 30;
+const NBSP = "\u00a0"; // keeps a number and its unit on one line
 const MAX_SAMPLES = 6; // older ones are folded
 const MAX_SELECTED = 5; // runs that are selected when the page is opened
 const COLORS = 8;
@@ -37,8 +38,8 @@ const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFracti
 
 function formatTime(seconds) {
   const rounded = Math.round(seconds), minutes = Math.floor(rounded / 60), hours = Math.floor(minutes / 60);
-  if (hours) return `${hours} h ${minutes % 60} min`;
-  return minutes ? `${minutes} min ${rounded % 60} s` : `${+seconds.toPrecision(3)} s`;
+  if (hours) return `${hours}${NBSP}h ${minutes % 60}${NBSP}min`;
+  return minutes ? `${minutes}${NBSP}min ${rounded % 60}${NBSP}s` : `${+seconds.toPrecision(3)}${NBSP}s`;
 }
 
 const FORMATS = {
@@ -211,7 +212,7 @@ function updateRow(row, run) {
   set("loss", format("loss", run.loss));
   set("validation", format("loss", run.validation));
   set("tokens_per_second", format("tokens_per_second", run.tokens_per_second));
-  set("peak_memory", run.peak_memory ? `${format("peak_memory", run.peak_memory / GIB)} GiB` : "–");
+  set("peak_memory", run.peak_memory ? `${format("peak_memory", run.peak_memory / GIB)}${NBSP}GiB` : "–");
   set("eta_seconds", run.eta_seconds === null || run.eta_seconds === undefined ? "–" : formatTime(Math.round(run.eta_seconds)));
   const actions = row.querySelector(".actions"), running = run.state === "running";
   if (running === (actions.children.length > 0)) return;
