@@ -105,10 +105,14 @@ class Page:
     def send(self, text: str) -> None:
         self.find("text").send_keys(text, Keys.ENTER)
 
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation, before Markdown."""
+        chat = json.loads(self.run("return sessionStorage.getItem('whimbrel.state')"))["chat"]
+        return [{name: message[name] for name in ("role", "content")} for message in chat]
+
     def replies(self) -> list[str]:
-        """The text of the assistant's messages, before Markdown."""
-        state = json.loads(self.run("return sessionStorage.getItem('whimbrel.state')"))
-        return [message["content"] for message in state["chat"] if message["role"] == "assistant"]
+        """The text of the assistant's messages."""
+        return [message["content"] for message in self.messages() if message["role"] == "assistant"]
 
     def problems(self) -> list[str]:
         """Errors in the console; 4xx responses are logged as errors too."""
@@ -147,6 +151,15 @@ def fake_page(browser: webdriver.Chrome, server: ServerProcess) -> Iterator[Any]
 
 
 @pytest.fixture
+def adapter_page(browser: webdriver.Chrome, adapter_server: ServerProcess) -> Page:
+    """The page of the server with adapters, whose context has 128 tokens; the model is chosen."""
+    page = Page(browser, adapter_server)
+    page.set("key", adapter_server.key)
+    page.until(lambda: page.find("model").get_property("value") == "base")
+    return page
+
+
+@pytest.fixture
 def page(browser: webdriver.Chrome, server: ServerProcess) -> Page:
     return Page(browser, server)
 
@@ -180,6 +193,8 @@ def test_a_base_model_opens_in_complete_mode(page: Page, server: ServerProcess):
     assert facts[facts.index("Type") + 1] == "Base model"
     page.set("temperature", "0")
     page.set("max_tokens", "12")
+    assert page.find("greeting").text == "Continue a text with tiny"
+    assert "The text may be wrong." in page.browser.find_element(By.CSS_SELECTOR, ".hint").text
     example = page.browser.find_element(By.CSS_SELECTOR, "#examples button")
     assert example.text == "Once upon a time"
     example.send_keys(Keys.ENTER)
@@ -279,6 +294,28 @@ def test_texts_are_continued_regenerated_and_edited(fake_page: Any):
     assert page.run("return sent.map(({ prompt }) => prompt)") == ["A", "A one", "A one", "B", "A one three"]
 
 
+def test_the_examples_for_a_base_model_are_texts_to_continue(fake_page: Any):
+    page = fake_page([[{"content": ", a bird"}]], has_chat_template=False)
+    examples = page.find("examples").text
+    page.mode("chat")
+    assert page.find("greeting").text == "Chat with helper"
+    assert page.find("examples").text == examples
+    page.browser.find_element(By.CSS_SELECTOR, "#examples button").send_keys(Keys.ENTER)
+    page.until(lambda: page.is_idle() and page.turns() == [("completion", "Once upon a time, a bird")])
+    assert page.find("mode-complete").is_selected()
+    assert page.run("return sent.map(({ prompt }) => prompt)") == ["Once upon a time"]
+
+
+def test_the_status_belongs_to_the_mode(fake_page: Any):
+    page = fake_page([[{"content": " one"}]], has_chat_template=False)
+    page.send("A")
+    page.until(lambda: page.find("status").text == "The model ended the text.")
+    page.mode("chat")
+    assert page.find("status").text == ""
+    page.mode("complete")
+    assert page.find("status").text == ""
+
+
 def test_an_empty_answer_is_explained_and_the_focus_stays(fake_page: Any):
     page = fake_page([[]])
     page.send("Hello")
@@ -290,6 +327,7 @@ def test_defaults_are_those_of_the_model(fake_page: Any):
     page = fake_page([[{"content": "Hi"}], [{"content": "Hi"}]])
     assert page.find("mode-chat").is_selected()
     assert page.find("greeting").text == "Chat with helper"
+    assert "Answers may be wrong." in page.browser.find_element(By.CSS_SELECTOR, ".hint").text
     page.send("Hello")
     page.until(lambda: page.is_idle() and len(page.turns()) == 2)
     page.set("top_p", "0.5")
@@ -511,6 +549,7 @@ def test_one_of_several_models_is_chosen(browser: webdriver.Chrome, adapter_serv
     with adapter_server.client() as client:
         for name in ("second", "base"):
             Select(page.find("model")).select_by_value(name)
+            assert page.find("status").text == ""  # no longer that of the other model's answer
             page.browser.refresh()
             page.until(lambda: page.find("model").get_property("value"))
             assert page.find("model").get_property("value") == name
@@ -569,16 +608,37 @@ def test_a_conversation_longer_than_the_context_drops_its_oldest_messages(page: 
     assert divider.find_element(By.CLASS_NAME, "content").text == "Hello"
 
 
-def test_dropped_messages_leave_space_for_the_reply(fake_page: Any):
-    """Estimated from the tokens per character of the last response, before the server refuses the prompt."""
-    page = fake_page([[{"content": "Hi"}] for _ in range(4)], context_length=60)
-    for turn in range(1, 4):  # the fake server reports 30 tokens for each
-        page.send("Hello")
-        page.until(lambda turn=turn: page.is_idle() and len(page.turns()) == 2 * turn)
-    lengths = page.run("return sent.map(({ messages }) => messages.length)")
-    assert lengths[0] == 1
-    assert lengths[2] < 5
-    assert page.run("return sent[0].max_tokens") == 30  # half of the context
+def test_only_messages_that_do_not_fit_are_dropped(adapter_page: Page, adapter_server: ServerProcess):
+    """A token is a byte: the first message has more of them per character than the others."""
+    page = adapter_page
+    page.mode("chat")
+    page.set("temperature", "0")
+    page.set("max_tokens", "2")
+    shown, expected = [], []
+    with adapter_server.client() as client:
+        for turn, first_kept in ((1, 0), (2, 0), (3, 4)):
+            page.send("☃" * 8 if turn == 1 else "a" * 30)
+            page.until(lambda turn=turn: page.is_idle() and len(page.turns()) == 2 * turn)
+            shown.append((page.find("used").text, len(page.browser.find_elements(By.CLASS_NAME, "divider"))))
+            messages = page.messages()[first_kept:-1]
+            body = {"model": "base", "messages": messages, "temperature": 0, "max_tokens": 2}
+            usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+            expected.append((f"{usage['total_tokens']} of 128 tokens", int(first_kept > 0)))
+    assert shown == expected
+
+
+@pytest.mark.parametrize(("max_tokens", "longest"), [(20, 108), (100, 64)])
+def test_only_text_that_does_not_fit_is_dropped(adapter_page: Page, max_tokens: int, longest: int):
+    """At most half of the context is reserved for the continuation."""
+    page = adapter_page
+    page.set("max_tokens", str(max_tokens))
+    for length in (longest, longest + 1):
+        page.find("new").click()
+        page.send(("a " * length)[: length - 1] + "a")
+        page.until(lambda: page.is_idle() and len(page.turns()) == 1)
+        sent = int(page.find("used").text.split()[0]) - int(page.last(".stats").text.split()[0])
+        assert (sent == length) == (length == longest)
+        assert ("only saw the end" in page.find("status").text) == (length > longest)
 
 
 def test_only_the_end_of_a_long_text_is_the_prompt(page: Page, server: ServerProcess):

@@ -113,14 +113,14 @@ def test_runs_and_new_steps_appear_without_a_reload(page: Page) -> None:
         "2 min 5 s",
     )
     assert page.cell("runs/live", "peak_memory") == "1 GiB"
-    assert "live train 0.8750, validation 1.3750" in page.find("figure .values").text
+    assert "live, step 8: train 0.8750, validation 1.3750" in page.find("figure .values").text
     assert "#key" not in page.browser.current_url
     page.run("document.body.dataset.loaded = 'once'")
     write_steps(Path("runs/live"), 9, 12, loss=7.0)
     with Path("runs/live/log.jsonl").open("a") as file:
         file.write(log_line("sample", 12, {"text": "<img src=x onerror=\"document.title='injected'\">Hark"}))
     write_steps(Path("runs/new"), 1, 2)
-    page.until(lambda: "live train 0.5833, validation 1.0833" in page.find("figure .values").text)
+    page.until(lambda: "live, step 12: train 0.5833, validation 1.0833" in page.find("figure .values").text)
     page.until(lambda: page.find("article p").text.endswith("Hark"))
     assert page.find("article h3").text == "runs/live, step 12"
     assert page.browser.find_elements(By.CSS_SELECTOR, "article img") == []
@@ -129,12 +129,36 @@ def test_runs_and_new_steps_appear_without_a_reload(page: Page) -> None:
     assert page.run("return document.body.dataset.loaded") == "once"
 
 
+def test_each_run_has_the_step_of_its_last_values_below_the_charts(page: Page) -> None:
+    page.until(lambda: len(page.charts()) == 5)
+
+    def values() -> list[list[str]]:
+        spans = "[...figure.querySelectorAll('.values > span')].map((span) => span.textContent)"
+        return page.run(f"return [...document.querySelectorAll('figure')].map((figure) => {spans})")
+
+    loss, rate, *_ = values()
+    assert loss == ["done, step 20: train 0.4500, validation 0.9500", "live, step 8: train 0.8750, validation 1.3750"]
+    assert rate == ["done, step 20: 0.001", "live, step 8: 0.001"]
+    for _ in range(8):  # to step 12
+        page.find("figure").send_keys(Keys.ARROW_LEFT)
+    page.until(lambda: values()[0][0].startswith("done, step 12: train 0.7500"))
+    assert values()[0][1] == loss[1]
+
+
+def test_smoothed_losses_are_labelled(page: Page) -> None:
+    page.until(lambda: "step 20: train 0.4500" in page.find("figure .values").text)
+    page.find("#smoothing").send_keys("10")
+    smoothed = (9 / 19 + 9 / 20) / 2  # over 2 steps
+    page.until(lambda: f"step 20: train (smoothed) {smoothed:.4f}" in page.find("figure .values").text)
+    assert page.cell("runs/done", "loss") == "0.4500"
+
+
 def test_the_first_run_is_drawn_when_it_appears(browser: webdriver.Chrome, workdir: Path) -> None:
     Path("runs").mkdir()
     with open_page(browser, []) as page:
         page.until(lambda: page.find("#status").text == "No runs yet.")
         write_steps(Path("runs/first"), 1, 8)
-        page.until(lambda: "first train 1.125" in page.find("figure .values").text)
+        page.until(lambda: "first, step 8: train 1.125" in page.find("figure .values").text)
 
 
 def test_later_runs_are_drawn_until_there_are_no_more_colors(page: Page) -> None:
@@ -149,15 +173,15 @@ def test_later_runs_are_drawn_until_there_are_no_more_colors(page: Page) -> None
 
 
 def test_a_deleted_run_disappears_and_can_come_back(page: Page) -> None:
-    page.until(lambda: "done train" in page.find("figure .values").text)
+    page.until(lambda: "done, step 20" in page.find("figure .values").text)
     with Path("runs/done/log.jsonl").open("a") as file:
         file.write(log_line("sample", 20, {"text": "Hark"}))
     page.until(lambda: page.find("article h3").text == "runs/done, step 20")
     shutil.rmtree("runs/done")
     page.until(lambda: "done" not in page.find("main").text)
-    assert "live train" in page.find("figure .values").text
+    assert "live, step 8" in page.find("figure .values").text
     write_steps(Path("runs/done"), 1, 4)
-    page.until(lambda: "done train 2.25" in page.find("figure .values").text)
+    page.until(lambda: "done, step 4: train 2.25" in page.find("figure .values").text)
 
 
 def test_save_and_stop_are_sent_to_the_run(page: Page) -> None:
@@ -207,7 +231,7 @@ def test_everything_works_with_the_keyboard(page: Page) -> None:
     box.send_keys(Keys.SPACE)
     page.until(lambda: "done" not in page.find("figure .values").text)
     box.send_keys(Keys.SPACE)
-    page.until(lambda: "done train 0.4500" in page.find("figure .values").text)
+    page.until(lambda: "done, step 20: train 0.4500" in page.find("figure .values").text)
     page.find("#axis").send_keys("T")
     page.until(lambda: page.charts()[0] == "Loss by tokens")
     page.find("#log").send_keys(Keys.SPACE)
@@ -237,6 +261,30 @@ def test_resumes_are_marked(page: Page) -> None:
         "return count;"
     )
     assert 1 <= marked <= 6
+
+
+def test_numbers_stay_with_their_units_and_progress_is_below_the_step_on_a_phone(page: Page) -> None:
+    # The boxes of the text of each cell, and the top of its progress bar.
+    script = """
+    return [...document.querySelectorAll('#runs td')].filter((cell) => cell.checkVisibility()).map((cell) => {
+      const range = document.createRange();
+      range.selectNodeContents(cell.firstChild ?? cell);
+      const boxes = [...range.getClientRects()].map(({ top, bottom }) => [top, bottom]);
+      return [cell.dataset.field, boxes, cell.querySelector('progress')?.getBoundingClientRect().top];
+    });
+    """
+    page.until(lambda: len(page.charts()) == 5)
+    try:
+        for width in (390, 270):  # in the narrower one, labels and values do not fit on one line
+            screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+            page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+            cells = page.run(script)
+            assert [len(boxes) for field, boxes, _ in cells if field == "peak_memory"] == [1, 1]
+            gaps = [bar - boxes[-1][1] for field, boxes, bar in cells if field == "step"]
+            assert len(gaps) == 2
+            assert gaps[0] == gaps[1] >= 0
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.parametrize(("width", "height"), [(1400, 1000), (390, 844)])

@@ -112,7 +112,8 @@ class Service:
         self.app.add_middleware(BodyMiddleware, config=config, requests=self.requests, paths=body_paths)
         public_paths = {"/health", *STATIC_FILES}
         self.app.add_middleware(AccessMiddleware, config=config, requests=self.requests, public_paths=public_paths)
-        self.app.add_middleware(MetricsMiddleware, metrics=self.metrics)
+        debug_paths = {"/health", "/metrics", *STATIC_FILES}  # polled, or requested with every page
+        self.app.add_middleware(MetricsMiddleware, metrics=self.metrics, debug_paths=debug_paths)
 
     def _add_routes(self) -> None:
         # `AccessMiddleware` checks the key; this only documents it in /openapi.json.
@@ -173,7 +174,7 @@ class Service:
             self._prompt_threads,
             model.encode_prompts,
             body.prompt,
-            self._max_prompt_tokens(max_new_tokens),
+            self._max_prompt_tokens(body, max_new_tokens),
             body.parse_special is not False,
         )
         contexts = [PromptContext(prompt, body.stop or (), echo=bool(body.echo)) for prompt in prompts]
@@ -192,7 +193,7 @@ class Service:
         messages = [message.for_template() for message in body.messages]
         tools = None if body.tool_choice == "none" else body.tools or None
         prompt = await _run_in_thread(
-            self._chat_threads, model.encode_chat, messages, self._max_prompt_tokens(max_new_tokens), tools
+            self._chat_threads, model.encode_chat, messages, self._max_prompt_tokens(body, max_new_tokens), tools
         )
         parser = tools and find_parser(model.chat_template, {tool["function"]["name"] for tool in tools})
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -257,10 +258,10 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.models[name]
 
-    def _max_prompt_tokens(self, max_new_tokens: int) -> int:
+    def _max_prompt_tokens(self, body: GenerationRequest, max_new_tokens: int) -> int:
         """Maximum prompt length that leaves space for a new token, unless none is requested."""
         limit = self.worker.context_length - min(1, max_new_tokens)
-        return min(limit, self.config.max_prompt_tokens or limit)
+        return min(limit, self.config.max_prompt_tokens or limit, body.max_prompt_tokens or limit)
 
     def _model_card(self, model: ServedModel) -> dict[str, Any]:
         return {

@@ -193,8 +193,9 @@ def request_log(scope: Scope) -> RequestLog:
 class MetricsMiddleware:
     """Measures and logs every request."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app, self.metrics = app, metrics
+    def __init__(self, app: ASGIApp, metrics: Metrics, debug_paths: Collection[str]) -> None:
+        """Successful requests to `debug_paths` are logged at level DEBUG, all others at INFO."""
+        self.app, self.metrics, self.debug_paths = app, metrics, frozenset(debug_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the app; record and log the request when it ends."""
@@ -219,17 +220,19 @@ class MetricsMiddleware:
         finally:
             duration = time.perf_counter() - start
             self.metrics.record(scope["path"], status, first_byte, duration)
-            _log_request(scope, status, duration, entry)
+            is_routine = scope["path"] in self.debug_paths and status is not None and status < 400
+            _log_request(logging.DEBUG if is_routine else logging.INFO, scope, status, duration, entry)
 
 
-def _log_request(scope: Scope, status: int | None, seconds: float, entry: RequestLog) -> None:
+def _log_request(level: int, scope: Scope, status: int | None, seconds: float, entry: RequestLog) -> None:
     """Log one line per request; the path is percent-encoded, so that clients cannot inject log lines."""
     client = scope.get("client")
     usage = {} if entry.usage is None else entry.usage()
     fields = [f"{name}={usage[name]}" for name in ("prompt_tokens", "completion_tokens") if name in usage]
     if entry.user is not None:
         fields.append(f"user={entry.user!r}")
-    logging.getLogger(__name__).info(
+    logging.getLogger(__name__).log(
+        level,
         "%s %s %s %s %.1f ms%s",
         client[0] if client else "-",
         scope["method"],

@@ -334,6 +334,8 @@ class GenerationRequest(StrictModel):
     """Added to the logits of these token ids."""
     n: Annotated[int, Field(ge=1, le=MAX_N), INTEGER] | None = None
     """Number of completions per prompt. (default: 1)"""
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
+    """Reject the request if a prompt has more tokens. (default: the limit of the server)"""
     stop: Stops | None = None
     """Strings that end a completion; not included in it."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1), INTEGER] | None = None

@@ -161,6 +161,18 @@ def test_configured_limits_apply(served: ServedModel):
 CHAT_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 
 
+@pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, COMPLETION_BODY | {"prompt": "a b c"}), (CHAT, CHAT_BODY)])
+def test_a_request_can_limit_its_prompt(served: ServedModel, route: str, body: dict[str, object]):
+    with running(served) as run:
+        length = run.client.post(route, json=body).json()["usage"]["prompt_tokens"]
+        assert run.client.post(route, json=body | {"max_prompt_tokens": length}).status_code == 200
+        rejected = run.client.post(route, json=body | {"max_prompt_tokens": length - 1})
+        assert error(rejected) == (400, "context_length_exceeded")
+    with running(served, max_prompt_tokens=length - 1) as run:  # the limit of the server still applies
+        rejected = run.client.post(route, json=body | {"max_prompt_tokens": length})
+        assert error(rejected) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
@@ -276,21 +288,42 @@ def test_non_finite_logits_fail_requests_and_health(served: ServedModel, value: 
         assert run.client.get("/health").status_code == 200
 
 
+def access_log(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines of the server's log, without durations."""
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("whimbrel.server")]
+    return [re.sub(r"[0-9.]+ ms", "T", line) for line in lines]
+
+
 def test_access_log_has_one_line_per_request(served: ServedModel, caplog):
     with caplog.at_level(logging.INFO, "whimbrel.server"), running(served) as run:
         run.client.post(COMPLETIONS, json=COMPLETION_BODY | {"logit_bias": {"50256": -100}, "user": "a\nb"})
         run.client.post(CHAT, json=CHAT_BODY | {"max_tokens": 2, "stream": True, "logit_bias": {"50256": -100}})
         run.client.get("/v1/nothing%0Ahere?key=secret")
-        run.client.get("/health")
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("whimbrel.server")]
-    lines = [re.sub(r"[0-9.]+ ms", "T", line) for line in lines]
+        run.client.get("/v1/models")
+    lines = access_log(caplog)
     prompt = len(served.encode_chat(CHAT_BODY["messages"], 100).ids)
     assert sorted(lines) == [
-        "127.0.0.1 GET /health 200 T",
+        "127.0.0.1 GET /v1/models 200 T",
         "127.0.0.1 GET /v1/nothing%0Ahere 404 T",
         f"127.0.0.1 POST /v1/chat/completions 200 T prompt_tokens={prompt} completion_tokens=2",
         r"127.0.0.1 POST /v1/completions 200 T prompt_tokens=1 completion_tokens=3 user='a\nb'",
     ]
+
+
+def test_files_of_the_pages_and_polling_are_logged_only_at_level_debug(served: ServedModel, caplog):
+    paths = ["/", "/page/chat.js", "/health", "/metrics"]
+    for level, expected in ((logging.INFO, []), (logging.DEBUG, [f"127.0.0.1 GET {path} 200 T" for path in paths])):
+        caplog.clear()
+        with caplog.at_level(level, "whimbrel.server"), running(served) as run:
+            for path in paths:
+                assert run.client.get(path).status_code == 200
+        assert access_log(caplog) == expected
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "whimbrel.server"), running(served) as run:
+        run.client.post("/page/chat.js")
+        run.service.requests.draining = True
+        run.client.get("/health")
+    assert access_log(caplog) == ["127.0.0.1 POST /page/chat.js 405 T", "127.0.0.1 GET /health 503 T"]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/health", "/", "/nothing"])

@@ -11,11 +11,11 @@ const STATE = "whimbrel.state";
 const DEFAULT_TEMPERATURE = 0.8; // as in `whimbrel chat`
 const EXAMPLES = {
   chat: [
+    "Hello! What can you help me with?",
     "Explain in three sentences how a rainbow forms.",
-    "Write a Python function that tests whether a word is a palindrome.",
-    "Compare tea and coffee in a table.",
+    "Tell me a short story about a bird.",
   ],
-  complete: ["Once upon a time", "The most important thing to know about", ""],
+  complete: ["Once upon a time", "The most important thing to know about", "It was late in the evening when"],
 };
 const number = new Intl.NumberFormat("en");
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
@@ -28,7 +28,7 @@ let state = {
   chat: [],
   complete: [],
   start: 0, // index of the first message in the context
-  usage: null, // of the last response: {tokens, characters, total}
+  used: 0, // number of tokens in the context after the last response
 };
 
 const card = () => cards.find(({ id }) => id === model.value);
@@ -61,12 +61,13 @@ async function loadModels() {
 const defaultMode = () => (card().has_chat_template ? "chat" : "complete");
 
 function setMode(mode) {
-  if (state.mode !== mode) state.usage = null;
+  if (state.mode !== mode) state.used = 0;
   state.mode = mode;
   find(`mode-${mode}`).checked = true;
   for (const field of document.querySelectorAll(".chat-only")) field.hidden = mode !== "chat";
   for (const field of document.querySelectorAll(".tools-only")) field.hidden ||= !card().supports_tools;
   send.textContent = mode === "chat" ? "Send" : "Complete";
+  find("caution").textContent = mode === "chat" ? "Answers may be wrong." : "The text may be wrong.";
   document.title = `${model.value} · Whimbrel`;
   for (const [name, value] of Object.entries(defaults())) find(name).placeholder = value ?? "off";
   render();
@@ -138,7 +139,7 @@ function actions(entry, isLast) {
 function showWelcome() {
   const { id, parent, num_parameters, context_length, vocab_size, dtype, has_chat_template } = card();
   const chat = state.mode === "chat";
-  find("greeting").textContent = chat ? `Chat with ${id}` : `Write with ${id}`;
+  find("greeting").textContent = chat ? `Chat with ${id}` : `Continue a text with ${id}`;
   find("introduction").textContent = introduction(chat, has_chat_template);
   const facts = {
     Type: parent ? `Adapter for ${parent}` : has_chat_template ? "Chat model" : "Base model",
@@ -149,12 +150,17 @@ function showWelcome() {
   };
   const fact = ([name, value]) => element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: value }));
   find("facts").replaceChildren(...Object.entries(facts).map(fact));
+  const mode = has_chat_template ? state.mode : "complete"; // of the examples: a base model continues texts
   const example = (prompt) => {
-    const button = element("button", { type: "button", textContent: prompt || "Start with an empty prompt" });
-    button.addEventListener("click", () => submit(prompt));
+    const button = element("button", { type: "button", textContent: prompt });
+    button.addEventListener("click", () => {
+      if (state.mode !== mode) setMode(mode);
+      submit(prompt);
+    });
     return button;
   };
-  find("examples").replaceChildren(...EXAMPLES[state.mode].map(example));
+  find("examples-title").textContent = mode === "chat" ? "Try one of these" : "Continue one of these texts";
+  find("examples").replaceChildren(...EXAMPLES[mode].map(example));
 }
 
 function introduction(chat, hasTemplate) {
@@ -166,7 +172,7 @@ function introduction(chat, hasTemplate) {
 
 function showMeter() {
   const { context_length: size } = card();
-  const used = Math.min(state.usage?.total ?? 0, size);
+  const used = Math.min(state.used, size);
   find("meter").hidden = !used;
   find("context").max = size;
   find("context").value = used;
@@ -183,34 +189,31 @@ function setBusy(busy) {
 
 // Fitting the context
 
-const size = (messages) => JSON.stringify(messages).length;
-
-// The number of tokens, from the ratio of tokens to characters in the last response; 0 if there is none yet.
-const estimate = (characters) => (state.usage ? (characters * state.usage.tokens) / state.usage.characters : 0);
-
-// The largest prompt that leaves space for the response.
-function maxPrompt() {
+// The maximum number of tokens of a prompt, which leaves space for the response. Like `whimbrel chat`, fills only half of the context
+// once something is left out, so that the next requests start with the same tokens, which are in the prefix cache.
+function maxPrompt(isComplete) {
   const { context_length: length } = card();
-  return length - Math.min(sampling().max_tokens, Math.floor(length / 2));
+  const half = Math.floor(length / 2);
+  return length - (isComplete ? Math.min(Math.floor(sampling().max_tokens), half) : half);
 }
 
-// Yields the prompts to try, the longest first: the server refuses those that are too long. Like `whimbrel chat`, fills only half
-// of the context once something is left out, so that the next requests start with the same tokens, which are in the prefix cache.
+// Yields the prompts to try, the longest first: the server counts their tokens and rejects those that are too long.
 function* chatPrompts(system) {
   const starts = state.chat.flatMap(({ role }, index) => (role === "user" && index >= state.start ? [index] : []));
   for (const start of starts) {
-    const prompt = [...system, ...state.chat.slice(start).map(apiMessage)];
-    const limit = start === starts[0] ? maxPrompt() : card().context_length / 2;
-    if (start === starts.at(-1) || estimate(size(prompt)) <= limit) yield { start, prompt, path: "/v1/chat/completions", body: { messages: prompt } };
+    const messages = [...system, ...state.chat.slice(start).map(apiMessage)];
+    const limit = start === starts.at(-1) ? null : maxPrompt(start === starts[0]);
+    yield { start, path: "/v1/chat/completions", body: { messages, max_prompt_tokens: limit } };
   }
 }
 
 function* textPrompts(source) {
   let prompt = source;
   while (true) {
-    const fits = estimate(size(prompt)) <= (prompt === source ? maxPrompt() : card().context_length / 2);
-    if (fits || prompt.length < 8) yield { start: 0, prompt, shortened: prompt !== source, path: "/v1/completions", body: { prompt } };
-    if (prompt.length < 8) return;
+    const isShort = prompt.length < 8;
+    const limit = isShort ? null : maxPrompt(prompt === source);
+    yield { start: 0, shortened: prompt !== source, path: "/v1/completions", body: { prompt, max_prompt_tokens: limit } };
+    if (isShort) return;
     const rest = prompt.slice(Math.ceil(prompt.length / 4));
     prompt = rest.slice(rest.search(/\s\S/) + 1).replace(/^[\uDC00-\uDFFF]/, ""); // from the start of a word, or at least of a character
   }
@@ -239,7 +242,7 @@ async function requestCompletion(prompts, options) {
 // Streams the response into `entry`, which is the last one of the mode once the first chunk has arrived.
 async function streamInto(entry, prompts, options) {
   const sent = performance.now();
-  const { response, prompt, start, shortened } = await requestCompletion(prompts, options);
+  const { response, start, shortened } = await requestCompletion(prompts, options);
   const dropped = start > state.start || shortened;
   if (state.mode === "chat") state.start = start;
   if (entries().at(-1) !== entry) entries().push(entry);
@@ -271,10 +274,9 @@ async function streamInto(entry, prompts, options) {
       drawn = false;
     }
   }
-  const { prompt_tokens, completion_tokens: tokens, total_tokens: total } = usage;
+  const { completion_tokens: tokens, total_tokens: total } = usage;
   Object.assign(entry, { tokens, exact: true, rate: last ? speed(tokens) : null });
-  state.usage = { tokens: total, characters: size(prompt) + entry.content.length - before, total };
-  if (!prompt_tokens) state.usage = null;
+  state.used = total;
   find("answer").textContent = entry.content.slice(before); // for screen readers
   showStatus(notes(finish, dropped, total, entry.content.length === before && !entry.tool_calls));
 }
@@ -391,7 +393,7 @@ function startEdit(entry) {
         return;
       }
       state.chat.splice(index, Infinity, { role: "user", content: input });
-      if (index <= state.start) [state.start, state.usage] = [0, null];
+      if (index <= state.start) [state.start, state.used] = [0, 0];
     };
     generate(change, { input });
   };
@@ -425,19 +427,26 @@ stop.addEventListener("click", () => controller?.abort());
 
 find("new").addEventListener("click", () => {
   if (!cards.length) return;
-  Object.assign(state, { [state.mode]: [], start: 0, usage: null });
+  Object.assign(state, { [state.mode]: [], start: 0, used: 0 });
   render();
   store();
   showStatus("");
   if (!isTouch()) text.focus();
 });
 
-for (const mode of ["chat", "complete"]) find(`mode-${mode}`).addEventListener("change", () => cards.length && setMode(mode));
+for (const mode of ["chat", "complete"]) {
+  find(`mode-${mode}`).addEventListener("change", () => {
+    if (!cards.length) return;
+    showStatus("");
+    setMode(mode);
+  });
+}
 
 model.addEventListener("change", () => {
   const previous = cards.find(({ id }) => id === sessionStorage.getItem("whimbrel.model")) ?? cards[0];
   sessionStorage.setItem("whimbrel.model", model.value);
-  Object.assign(state, { start: 0, usage: null });
+  Object.assign(state, { start: 0, used: 0 });
+  showStatus("");
   setMode(previous.has_chat_template === card().has_chat_template ? state.mode : defaultMode());
 });
 

@@ -6,6 +6,7 @@ import { checkKey, element, errorMessage } from "/page/client.js";
 const find = (id) => document.getElementById(id);
 const POLL_RUNNING = 1000, POLL_IDLE = 5000, NOTICE = 8000; // milliseconds
 const GIB = 2 ** 30;
+const NBSP = "\u00a0"; // keeps a number and its unit on one line
 const MAX_SAMPLES = 6; // older ones are folded
 const MAX_SELECTED = 5; // runs that are selected when the page is opened
 const COLORS = 8;
@@ -37,8 +38,8 @@ const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFracti
 
 function formatTime(seconds) {
   const rounded = Math.round(seconds), minutes = Math.floor(rounded / 60), hours = Math.floor(minutes / 60);
-  if (hours) return `${hours} h ${minutes % 60} min`;
-  return minutes ? `${minutes} min ${rounded % 60} s` : `${+seconds.toPrecision(3)} s`;
+  if (hours) return `${hours}${NBSP}h ${minutes % 60}${NBSP}min`;
+  return minutes ? `${minutes}${NBSP}min ${rounded % 60}${NBSP}s` : `${+seconds.toPrecision(3)}${NBSP}s`;
 }
 
 const FORMATS = {
@@ -211,7 +212,7 @@ function updateRow(row, run) {
   set("loss", format("loss", run.loss));
   set("validation", format("loss", run.validation));
   set("tokens_per_second", format("tokens_per_second", run.tokens_per_second));
-  set("peak_memory", run.peak_memory ? `${format("peak_memory", run.peak_memory / GIB)} GiB` : "–");
+  set("peak_memory", run.peak_memory ? `${format("peak_memory", run.peak_memory / GIB)}${NBSP}GiB` : "–");
   set("eta_seconds", run.eta_seconds === null || run.eta_seconds === undefined ? "–" : formatTime(Math.round(run.eta_seconds)));
   const actions = row.querySelector(".actions"), running = run.state === "running";
   if (running === (actions.children.length > 0)) return;
@@ -234,15 +235,14 @@ function seriesOf(chart, drawn, axis) {
   const all = [];
   for (const [name, curve] of drawn) {
     const stroke = style(color(name)), x = curve[axis];
-    const add = (label, xs, ys, options) => all.push([xs, ys, { label, run: name, stroke, points: { show: false }, ...options }]);
-    const label = name.split("/").at(-1);
+    const add = (title, xs, ys, options) => all.push([xs, ys, { title, run: name, stroke, points: { show: false }, ...options }]);
     if (curve[chart.field].every((value) => value === null)) continue;
     if (chart.field !== "loss") {
-      add(label, x, curve[chart.field], { width: 1.5 });
+      add("", x, curve[chart.field], { width: 1.5 });
       continue;
     }
     if (curve.span > 1) add("unsmoothed", x, curve.loss, { width: 1, alpha: 0.25, quiet: true });
-    add(`${label} train`, x, curve.smoothed, { width: 1.5 });
+    add(curve.span > 1 ? "train (smoothed)" : "train", x, curve.smoothed, { width: 1.5 });
     const { loss } = curve.validation;
     if (loss.length) {
       const points = { show: true, size: 6, fill: style("--background"), stroke };
@@ -258,7 +258,7 @@ function draw() {
   const shown = CHARTS.filter((chart) => drawn.some(([, curve]) => curve[chart.field].some((value) => value !== null)));
   const prepared = shown.map((chart) => seriesOf(chart, drawn, axis));
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const wanted = JSON.stringify([axis, logarithmic, dark, shown.map((chart) => chart.field), prepared.map((all) => all.map(([, , options]) => [options.run, options.label]))]);
+  const wanted = JSON.stringify([axis, logarithmic, dark, shown.map((chart) => chart.field), prepared.map((all) => all.map(([, , options]) => [options.run, options.title]))]);
   const data = prepared.map((all) => (all.length ? uPlot.join(all.map(([x, y]) => [x, y])) : [[]]));
   if (wanted !== layout) {
     layout = wanted;
@@ -306,25 +306,26 @@ function createChart(chart, series, data, axis, logarithmic) {
   return plot;
 }
 
-// Below each chart: the values at the cursor, or the last ones.
+// Below each chart: the last values of each run, or the last ones before the cursor. Series have values at different steps.
 function showValues(plot) {
   if (!plot.valuesLine) return; // being created
   const xs = plot.data[0], at = plot.cursor.idx ?? xs.length - 1;
   const entries = new Map(); // by run
   plot.series.forEach((series, index) => {
     if (index === 0 || series.quiet) return;
-    let position = at; // series have values at different steps: show the last one before the cursor
-    while (position > 0 && (plot.data[index][position] ?? null) === null) position--;
-    const value = `${series.label} ${format(plot.chart.field, plot.data[index][position])}`;
-    entries.set(series.run, entries.has(series.run) ? `${entries.get(series.run)}, ${value}` : value);
+    let position = at;
+    while (position >= 0 && (plot.data[index][position] ?? null) === null) position--;
+    const entry = entries.get(series.run) ?? { last: -1, values: [] };
+    entry.last = Math.max(entry.last, position);
+    entry.values.push(`${series.title} ${format(plot.chart.field, plot.data[index][position])}`.trim());
+    entries.set(series.run, entry);
   });
-  const where = xs.length ? [element("span", { textContent: `${AXIS_NAMES[plot.axisName]} ${format(plot.axisName, xs[at])}` })] : [];
   plot.valuesLine.replaceChildren(
-    ...where,
-    ...[...entries].map(([name, text]) => {
+    ...[...entries].map(([name, { last, values }]) => {
       const swatch = element("span", { className: "swatch" });
       swatch.style.background = `var(${color(name)})`;
-      return element("span", {}, swatch, text);
+      const where = last < 0 ? "" : `, ${AXIS_NAMES[plot.axisName]} ${format(plot.axisName, xs[last])}`;
+      return element("span", {}, swatch, `${name.split("/").at(-1)}${where}: ${values.join(", ")}`);
     }),
   );
 }
