@@ -287,8 +287,11 @@ class LocalFile:
         return SourceRecord(role=role, name=self.name, size=size, sha256=digest.hexdigest())
 
     def text_bytes(self) -> int:
-        """The file size, multiplied by a typical ratio if compressed."""
-        return self.path.stat().st_size * (COMPRESSION_RATIO if self.codec or self.kind == "parquet" else 1)
+        """The file size; if compressed, the size that gzip stores, or an estimate with a typical ratio."""
+        size = self.path.stat().st_size
+        if self.codec == "gzip" and (uncompressed := _gzip_size(self.path)) > size:
+            return uncompressed
+        return size * (COMPRESSION_RATIO if self.codec or self.kind == "parquet" else 1)
 
     def batches(
         self, text_key: str, separator: str | None, skip: int, encoding: str = "utf-8"
@@ -379,6 +382,13 @@ class HubDataset:
                     f"network and run the command again, or {local_files}"
                 ) from error
             yield values
+
+
+def _gzip_size(path: Path) -> int:
+    """The uncompressed size at the end of a gzip file, modulo 4 GiB; of concatenated files, the size of the last."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, 2) - 4))
+        return int.from_bytes(file.read(4), "little")
 
 
 def _one_line(error: Exception) -> str:

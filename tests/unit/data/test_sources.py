@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,18 @@ def test_hidden_files_of_a_directory_are_skipped(corpus, texts: list[str], tmp_p
         (tmp_path / ".data" / name).parent.mkdir(parents=True, exist_ok=True)
         corpus.write(tmp_path / ".data" / name, [name])
     assert list(iter_documents([str(tmp_path / ".data")])) == ["seen.txt"]
+
+
+def test_size_of_gzip_files_is_exact(tmp_path: Path, shakespeare: str) -> None:
+    (bundled,) = resolve_source("shakespeare")
+    assert bundled.text_bytes() == len(shakespeare.encode()) == 1_115_394
+    halves = [gzip.compress(half.encode()) for half in (shakespeare[:-1000], shakespeare[-1000:])]
+    (tmp_path / "two.txt.gz").write_bytes(b"".join(halves))  # gzip stores the size of the second only
+    (joined,) = resolve_source(str(tmp_path / "two.txt.gz"))
+    assert len(shakespeare) / 2 < joined.text_bytes() < 2 * len(shakespeare)
+    (tmp_path / "empty.txt.gz").touch()
+    (empty,) = resolve_source(str(tmp_path / "empty.txt.gz"))
+    assert empty.text_bytes() == 0
 
 
 @pytest.mark.parametrize("form", ["a.txt", "a.txt.gz", "a.jsonl"])
