@@ -63,6 +63,18 @@ def test_a_source_listed_twice_is_reported_once(texts: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.count("a.txt is listed more than once") == 1
 
 
+def test_a_folder_reports_ignored_files_once(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (texts / "LICENSE").write_text("Permission is granted.")
+    (texts / "setup.py").write_text("pass")
+    assert whimbrel(*COMMAND) == 0
+    assert capsys.readouterr().err.count("ignoring 2 of 4 files in texts (1 without extension, 1 .py)") == 1
+    named = [str(path) for path in sorted(texts.iterdir())]
+    assert whimbrel("quickstart", *named, *COMMAND[2:-2], "runs/named", "--plain") == 0
+    manifest = read_manifest("data/named")
+    assert manifest is not None
+    assert [source.name for source in manifest.sources] == ["LICENSE", "a.txt", "b.jsonl", "setup.py"]
+
+
 def test_config_trains_the_same_run(texts: Path) -> None:
     assert whimbrel(*COMMAND) == 0
     assert whimbrel("train", "runs/small.toml", "--output_dir=runs/again", "--plain") == 0

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,10 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 COMPRESSION_RATIO = 3
 """Estimated bytes of text per byte of a compressed file; only used to size the validation split."""
 ARRAY_REMEDY = "write one object per line (jq -c '.[]' data.json > data.jsonl)"
+SUFFIX = re.compile(r"\.[a-z]\w*(\.(gz|zst))?$", re.IGNORECASE)
+"""The suffix of a file name; the end of `Apache-2.0` is none."""
+MAX_SUFFIXES = 5
+"""Suffixes of ignored files that are listed."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 FINGERPRINT_BYTES = 1 << 16
 """Bytes hashed at each end of a file to identify it."""
@@ -121,7 +126,8 @@ def resolve_source(source: str) -> Sequence[Source]:
     """The files and datasets, in order, of a path, directory, glob, bundled text or `owner/dataset[:config]`.
 
     Directories are searched recursively, except for names that start with a dot, and run directories, whose logs and
-    model cards are not text to train on.
+    model cards are not text to train on. Their files of other types are ignored, with a warning; a file that is named,
+    or matched by a glob, is read as text if its suffix is unknown.
     """
     if not source:
         raise ConfigError(f"{_expected_source()}, got an empty string")
@@ -134,19 +140,22 @@ def resolve_source(source: str) -> Sequence[Source]:
             for file in files
             if not any(part.startswith(".") for part in file.parts) and runs.isdisjoint(file.parents)
         ]
-        local_files = [_local_file(path / file, file.as_posix()) for file in visible]
-        sources = [file for file in local_files if file is not None]
+        sources = [file for name in visible if (file := _local_file(path / name, name.as_posix())) is not None]
+        ignored = [file for file in visible if _file_type(file)[0] is None]
         if not sources:
-            raise DataError(f"directory {source} has no text files: expected {_supported_suffixes()} files")
+            found = f"{_count_suffixes(ignored)}; name files to read them as text" if ignored else "no files"
+            raise DataError(f"expected {_supported_suffixes()} files in directory {source}, got {found}")
+        if ignored:
+            _warn_ignored(source, len(ignored), len(visible), _count_suffixes(ignored))
         return sources
     matches = [path] if path.is_file() else []
     if not matches and glob.has_magic(source):  # `**` alone is any depth, next to other characters it is `*`
         names = glob.iglob(source, recursive=True)  # noqa: PTH207 (pathlib rejects `**.txt`)
         matches = sorted(file for file in map(Path, names) if file.is_file())
     if matches:
-        return [_supported_file(file) for file in matches]
+        return [_named_file(file) for file in matches]
     if source in BUNDLED:
-        return [_supported_file(BUNDLED[source])]
+        return [_named_file(BUNDLED[source])]
     if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None and (":" in source or not path.parent.is_dir()):
         dataset, _, config = source.partition(":")
         return [HubDataset(dataset, config or None)]
@@ -593,12 +602,36 @@ def _data_errors(message: str) -> Iterator[None]:
 # Finding files
 
 
-def _supported_file(path: Path) -> LocalFile:
+def _named_file(path: Path) -> LocalFile:
+    """The file as a source; as text if its suffix is unknown."""
     file = _local_file(path, path.name)
     if file is None:
-        remedy = f": {ARRAY_REMEDY}" if path.suffix == ".json" else ""
-        raise ConfigError(f"expected a {_supported_suffixes()} file, got {path}{remedy}")
+        _check_text(path)
+        return LocalFile(path, path.name, "text", None)
     return file
+
+
+def _check_text(path: Path) -> None:
+    """Raise unless a file with an unknown suffix starts with UTF-8 text."""
+    suffix, expected = path.suffix.lower(), f"expected UTF-8 text or a {_supported_suffixes()} file, got {path}"
+    if suffix == ".json":
+        raise ConfigError(f"{expected}: {ARRAY_REMEDY}, or rename it to {path.name}.txt to read it as text")
+    try:
+        with open(path, "rb") as file:
+            block = file.read(FINGERPRINT_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    found = f"NUL at byte {block.index(0)}" if 0 in block else None
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(block)  # the block may end inside a character
+    except UnicodeDecodeError as error:
+        found = found or f"not UTF-8 at byte {error.start}"
+    if found is None:
+        return
+    remedy = f"leave it out, or rename it to {path.name}.txt and set --encoding if it is text in another encoding"
+    if suffix in CODECS:
+        remedy = f"leave it out, or rename it to {path.stem}.txt{suffix} if it is compressed text"
+    raise ConfigError(f"{expected} ({found}): {remedy}")
 
 
 def _local_file(path: Path, name: str) -> LocalFile | None:
@@ -623,6 +656,23 @@ def _without_suffixes(name: str) -> str:
     """The name of a file without its supported suffixes."""
     suffixes = "|".join(re.escape(suffix) for suffix in (*FILE_TYPES, *CODECS))
     return re.sub(rf"({suffixes})+$", "", name, flags=re.IGNORECASE)
+
+
+@functools.cache
+def _warn_ignored(source: str, ignored: int, total: int, suffixes: str) -> None:
+    """Warn once per directory about files that are not read."""
+    logger.warning(
+        "ignoring %d of %d files in %s (%s): only %s files are read; name a file to read it as text",
+        ignored, total, source, suffixes, ", ".join(FILE_TYPES),
+    )  # fmt: skip
+
+
+def _count_suffixes(files: Sequence[Path]) -> str:
+    """How many files have which suffix, the most frequent ones first: `25 .py, 16 without extension`."""
+    counts = Counter(match[0].lower() if (match := SUFFIX.search(file.name)) else "" for file in files)
+    shown = [f"{count} {suffix or 'without extension'}" for suffix, count in counts.most_common(MAX_SUFFIXES)]
+    others = len(files) - sum(count for _, count in counts.most_common(MAX_SUFFIXES))
+    return ", ".join([*shown, *[f"{others} others"] * (others > 0)])
 
 
 def _similar_file(source: str) -> str:
