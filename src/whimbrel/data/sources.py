@@ -57,6 +57,8 @@ SUFFIX = re.compile(r"\.[a-z]\w*(\.(gz|zst))?$", re.IGNORECASE)
 """The suffix of a file name; the end of `Apache-2.0` is none."""
 MAX_SUFFIXES = 5
 """Suffixes of ignored files that are listed."""
+FILE_SIMILARITY = 0.7
+"""Minimum similarity of a file name to be suggested in place of another."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 FINGERPRINT_BYTES = 1 << 16
 """Bytes hashed at each end of a file to identify it."""
@@ -204,12 +206,13 @@ def iter_documents(
 ) -> Iterator[str]:
     """The texts of all documents of `sources`, in order; `on_error` is called for each that cannot be read.
 
-    `max_bytes` limits the amount of text: each source contributes its beginning, in proportion to its size.
+    `max_bytes` limits the amount of text: each source contributes its beginning, in proportion to its size. Raises
+    DataError if there is no text.
     """
     resolved = resolve_sources(sources)
     check_separator(separator, resolved)
     check_encoding(encoding, resolved)
-    budget = 0.0
+    budget, is_empty = 0.0, True
     for source, share in zip(resolved, _shares(resolved, max_bytes), strict=True):
         budget += share  # what one source leaves of its share, later ones may use
         batches = source.batches(text_key, separator, 0, encoding)
@@ -224,8 +227,12 @@ def iter_documents(
             if isinstance(data, DataError):
                 on_error(data)
                 continue
+            is_empty = False
             yield data[: None if len(data) <= budget else int(budget)].decode(errors="ignore")
             budget -= min(len(data), budget)
+    if is_empty:
+        verb = "contains" if len(sources) == 1 else "contain"
+        raise DataError(f"{', '.join(map(str, sources))} {verb} no text: expected at least one non-empty document")
 
 
 def _shares(sources: Sequence[Source], max_bytes: int | None) -> list[float]:
@@ -676,14 +683,16 @@ def _count_suffixes(files: Sequence[Path]) -> str:
 
 
 def _similar_file(source: str) -> str:
-    """Suggest the entry of the same directory with the most similar name, disregarding suffixes; none for a glob."""
+    """Suggest the source in the same directory with the most similar name, disregarding suffixes; none for a glob."""
     path = Path(source)
     if glob.has_magic(source):
         return ""
     with contextlib.suppress(OSError, ValueError):
-        entries = sorted(path.parent.iterdir(), key=lambda entry: entry.suffix == path.suffix)
-        by_stem = {_without_suffixes(entry.name): entry for entry in entries}  # the same suffix is preferred
-        close = suggest(_without_suffixes(path.name), by_stem)
+        visible = [entry for entry in path.parent.iterdir() if not entry.name.startswith(".")]
+        entries = [entry for entry in visible if entry.is_dir() or _file_type(entry)[0] is not None]
+        entries.sort(key=lambda entry: entry.suffix == path.suffix)  # the same suffix is preferred
+        by_stem = {_without_suffixes(entry.name): entry for entry in entries}
+        close = suggest(_without_suffixes(path.name), by_stem, FILE_SIMILARITY)
         return "" if close is None else f" (did you mean {by_stem[close]}?)"
     return ""
 

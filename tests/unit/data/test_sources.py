@@ -66,6 +66,13 @@ def test_a_named_file_with_an_unknown_suffix_is_text(tmp_path: Path, name: str) 
         assert list(iter_documents([str(source)])) == [f"a{text}"]
 
 
+def test_sources_without_text_are_an_error(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"a\.txt, .*b\.jsonl contain no text"):
+        list(iter_documents([str(tmp_path / name) for name in ("a.txt", "b.jsonl")]))
+
+
 def test_size_of_gzip_files_is_exact(tmp_path: Path, shakespeare: str) -> None:
     (bundled,) = resolve_source("shakespeare")
     assert bundled.text_bytes() == len(shakespeare.encode()) == 1_115_394
