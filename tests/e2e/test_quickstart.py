@@ -12,6 +12,7 @@ import pytest
 from tests.support.commands import whimbrel
 
 from whimbrel.checkpoint import latest_checkpoint
+from whimbrel.config import load_toml, recipe_files
 from whimbrel.data import read_manifest
 from whimbrel.model_io import load_model
 from whimbrel.train import load_run_config, read_log
@@ -61,6 +62,14 @@ def test_trains_evaluates_and_prints_commands_that_work(texts: Path, capsys: pyt
 def test_a_source_listed_twice_is_reported_once(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert whimbrel("quickstart", "texts/a.txt", *COMMAND[1:]) == 0
     assert capsys.readouterr().err.count("a.txt is listed more than once") == 1
+
+
+def test_the_text_of_the_package_is_shared_with_no_recipe(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Quickstart prepares it in its own way, so a recipe must not find these shards."""
+    assert whimbrel("quickstart", "shakespeare", "--minutes", "0.01", "--depth", "1", "--plain") == 0
+    assert "Text: 1 source, about 1.1 MB" in capsys.readouterr().out
+    paths = {load_toml(file)["data"].get("path") for file in recipe_files().values()}
+    assert str(next(Path("data").iterdir())) not in paths
 
 
 def test_a_folder_reports_ignored_files_once(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ def train(
     del settings  # handled by its callback
     configure_logging()
     loaded = load_run_config(config, context.args)
-    prepare_data(config, loaded.data.path)
+    prepare_data(loaded.data.path)
     run_training(
         loaded,
         config,
