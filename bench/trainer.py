@@ -1,6 +1,6 @@
 """Overhead of the trainer over a bare loop: same model, batches, optimizer and clipping, interleaved in one process.
 
-    python bench/trainer.py --data data/shakespeare --device cpu --out bench/results/trainer-cpu.json
+    python bench/trainer.py --data data/shakespeare-cpu --device cpu --out bench/results/trainer-cpu.json
     python bench/trainer.py --data data/webmix20M --device cuda --out bench/results/trainer-cuda.json
 
 The bare loop is hand-written: next batch, forward, backward, clip, step, zero_grad. The trainer runs the same steps

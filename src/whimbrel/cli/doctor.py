@@ -160,7 +160,7 @@ def _devices() -> Iterator[Device]:
 
 
 def _features(problem: str | None, devices: tuple[Device, ...]) -> Iterator[Feature]:
-    yield Feature(name="prepare local text", works=True, note="txt, jsonl, parquet; gz, zst; folders")
+    yield Feature(name="prepare local text", works=True, note="txt, md, jsonl, ndjson, parquet; gz, zst; folders")
     if problem is None:
         best = devices[0]
         precision = "bf16" if best.bf16 else "fp32 (no bf16 before compute capability 8.0)"

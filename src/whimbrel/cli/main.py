@@ -283,13 +283,17 @@ def _error_line(error: Exception, args: Sequence[str]) -> str:
     elif hasattr(error, "possibilities"):
         text = _unknown_option(error, args)
     else:
-        text = _usage_error(error.format_message().removesuffix("."), context)
+        text = _usage_error(error, context)
     return f"{command}: {escape_controls(' '.join(text.split()))}"
 
 
-def _usage_error(text: str, context: Any) -> str:
+def _usage_error(error: Any, context: Any) -> str:
     """The message of an error found by the argument parser, with what to do."""
-    text = re.sub(r"Input should be (a valid \w+).*", r"expected \1", text.replace("Value error, ", ""))
+    text: str = error.format_message().removesuffix(".").replace("Value error, ", "")
+    if (expected := re.search(r"Input should be (a valid \w+|(greater|less) than [^,]+)", text)) is not None:
+        value = error.__cause__.errors()[0]["input"]  # a pydantic.ValidationError
+        kind = expected[1] if expected[1].startswith("a ") else f"a value {expected[1]}"
+        text = f"{text[: expected.start()]}expected {kind}, got {value!r}"
     if (extra := re.search(r"unexpected extra argument.*\((\S+=\S*)\)", text)) is not None:
         return f"{text}: write --{extra[1]}"
     if "Invalid value" in text or text.endswith("?") or context is None:

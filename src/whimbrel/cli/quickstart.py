@@ -124,12 +124,19 @@ def quickstart(
             job.write_config()
     from whimbrel.train import load_run_config
 
-    config = load_run_config(job.config_file)
     trainer = run_training(
-        config, job.config_file, (), plain=plain, exit_143=False, nproc=1, max_restarts=0, watch=watch, print_next=False
+        load_run_config(job.config_file),
+        job.config_file,
+        (),
+        plain=plain,
+        exit_143=False,
+        nproc=1,
+        max_restarts=0,
+        watch=watch,
+        print_next=False,
+        to_continue=job.to_continue,
     )
     if not is_finished(trainer):
-        print(f"Stopped. Resume with: {job.command}")
         raise typer.Exit
     _evaluate(run, job.data)
     _print_sample(run)
@@ -179,6 +186,12 @@ class _Job:
     @property
     def config_file(self) -> Path:
         return self.run.with_name(f"{self.run.name}.toml")
+
+    @property
+    def to_continue(self) -> str:
+        """How to continue a finished run."""
+        train = f"whimbrel train {_one_line(shlex.quote(str(self.config_file)))} --train.steps=N"
+        return f"choose another --out-dir for a new run, or continue with {train}"
 
     @property
     def data(self) -> Path:
@@ -388,7 +401,8 @@ class _Job:
             f"Text: {manifest.tokens('train'):,} training tokens, {manifest.tokens('val'):,} held out, "
             f"vocabulary {manifest.tokenizer.vocab_size:,}"
         )
-        speeds = (f"{item.tokens_per_second:,.0f} at depth {item.depth}" for item in measured)
+        by_depth = sorted(measured, key=lambda item: item.depth)
+        speeds = (f"{item.tokens_per_second:,.0f} at depth {item.depth}" for item in by_depth)
         yield f"Speed in tokens/s: {', '.join(speeds)}"
         reason = "as requested" if self.depth is not None else "lowest predicted loss in the time available"
         sizes = f"{total / 1e6:.2f}M parameters, {blocks / 1e6:.2f}M of them in the blocks"

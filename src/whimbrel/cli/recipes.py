@@ -99,15 +99,17 @@ def init(
     print(escape_controls(f"Wrote {target}. Edit it, then run: whimbrel train {shlex.quote(str(target))}"))
 
 
-def prepare_data(name: Path, data: Path | tuple[str, ...]) -> None:
-    """Prepare the shards of a recipe whose text comes with the package, unless they exist or `data` is elsewhere."""
-    from whimbrel.config import config_file, load_toml, read_recipe, recipe_files
+def prepare_data(data: Path | tuple[str, ...]) -> None:
+    """If `data` is the directory of a recipe whose text comes with the package, prepare its shards unless they exist.
 
-    file = config_file(name)
-    is_default = file in recipe_files().values() and load_toml(file)["data"].get("path") == str(data)
-    if not is_default or any(Path(str(data)).glob("*.bin")) or "RANK" in os.environ:
+    Copies of the recipe work too: not the comment of the given file is read, but that of the recipe.
+    """
+    from whimbrel.config import load_toml, read_recipe, recipe_files
+
+    if any(Path(str(data)).glob("*.bin")) or "RANK" in os.environ:
         return
-    for command in read_recipe(file).commands:
+    files = [file for file in recipe_files().values() if load_toml(file)["data"].get("path") == str(data)]
+    for command in (command for file in files for command in read_recipe(file).commands):
         print(f"$ {command}", flush=True)
         code = subprocess.run([sys.executable, "-m", *shlex.split(command)], check=False).returncode
         if code:

@@ -101,7 +101,7 @@ def train(
     del settings  # handled by its callback
     configure_logging()
     loaded = load_run_config(config, context.args)
-    prepare_data(config, loaded.data.path)
+    prepare_data(loaded.data.path)
     run_training(
         loaded,
         config,
@@ -125,10 +125,12 @@ def run_training(
     max_restarts: int,
     watch: bool | None = None,
     print_next: bool = True,
+    to_continue: str | None = None,
 ) -> Trainer:
     """Train in this process and return the trainer, or start several that read `file` with `overrides` and exit.
 
     `watch` serves a live page of the run; None does so on a terminal. `print_next` prints what to run next.
+    `to_continue` says how to continue a run that is already finished (see `ProgressCallback`).
     """
     from whimbrel.train import Trainer
     from whimbrel.train.callbacks import ProgressCallback
@@ -138,7 +140,8 @@ def run_training(
         option = [] if watch is None else ["--watch" if watch else "--no-watch"]
         arguments = ["train", str(file), *overrides, *["--plain"] * plain, *option]
         raise typer.Exit(_launch(processes, arguments, max_restarts, exit_143=exit_143))
-    trainer = Trainer.from_config(config, callbacks=[*_live_page(watch), ProgressCallback(plain=plain)])
+    progress = ProgressCallback(plain=plain, to_continue=to_continue)
+    trainer = Trainer.from_config(config, callbacks=[*_live_page(watch), progress])
     trainer.train()
     if print_next:
         _print_next_commands(trainer)

@@ -143,9 +143,9 @@ def check_choices(section: str, settings: object) -> None:
             convert(kind, getattr(settings, field.name), _join(section, field.name))
 
 
-def suggest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to a misspelled one, or None if none is similar."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+def suggest(name: str, known: Iterable[str], similarity: float = 0.5) -> str | None:
+    """The known name closest to a misspelled one, or None if the similarity (0 to 1) of all of them is lower."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=similarity)
     return close[0] if close else None
 
 

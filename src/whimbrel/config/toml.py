@@ -23,7 +23,9 @@ def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"no such configuration file: {path}") from error
     except IsADirectoryError as error:
         raise ConfigError(f"expected a TOML file, got a directory: {path}") from error
-    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and integers of thousands of digits
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: not UTF-8 at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ConfigError(f"{path} is not valid TOML: {reason}") from error
 

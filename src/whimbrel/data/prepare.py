@@ -542,18 +542,13 @@ def _resumed_manifest(directory: Path, planned: Manifest) -> Manifest:
         if any(directory.glob("[!.]*.bin")):
             raise DataError(f"{directory} has shards without a {MANIFEST_FILE}: choose another --out-dir")
         return planned
-    for part in ("tokenizer", "sources", "settings"):
-        before, now = getattr(existing, part), getattr(planned, part)
-        if before != now:
-            difference = part
-            if part == "settings":
-                changed = [
-                    f.name for f in dataclasses.fields(before) if getattr(before, f.name) != getattr(now, f.name)
-                ]
-                difference = f"settings ({', '.join(f'{name}={getattr(before, name)}' for name in changed)})"
-            raise DataError(
-                f"{directory} has shards prepared with different {difference}: choose another --out-dir or remove it"
-            )
+    for part, difference in (
+        ("tokenizer", "with a different tokenizer"),
+        ("sources", "from different sources"),
+        ("settings", f"with different settings ({_difference(existing.settings, planned.settings)})"),
+    ):
+        if getattr(existing, part) != getattr(planned, part):
+            raise DataError(f"{directory} has shards prepared {difference}: choose another --out-dir or remove it")
     for shard in existing.shards:
         if not (directory / shard.file).is_file():
             raise DataError(
@@ -561,6 +556,16 @@ def _resumed_manifest(directory: Path, planned: Manifest) -> Manifest:
             )
     remove_stale(directory)
     return existing
+
+
+def _difference(before: ShardSettings, now: ShardSettings) -> str:
+    """The settings that differ, with both values: `separator was '\\n\\n', now none`."""
+
+    def shown(value: object) -> str:
+        return "none" if value is None else repr(value)
+
+    values = [(field.name, getattr(before, field.name), getattr(now, field.name)) for field in dataclasses.fields(now)]
+    return ", ".join(f"{name} was {shown(old)}, now {shown(new)}" for name, old, new in values if old != new)
 
 
 def _val_share(sources: Sequence[Source], total_tokens: int | None, val_tokens: int) -> float:

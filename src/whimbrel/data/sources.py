@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,14 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 COMPRESSION_RATIO = 3
 """Estimated bytes of text per byte of a compressed file; only used to size the validation split."""
 ARRAY_REMEDY = "write one object per line (jq -c '.[]' data.json > data.jsonl)"
+TABLE_REMEDIES = {".json": ARRAY_REMEDY} | dict.fromkeys((".csv", ".tsv"), "convert it to jsonl or parquet")
+"""What to do with files that could be read as text, but probably should not be."""
+SUFFIX = re.compile(r"\.[a-z]\w*(\.(gz|zst))?$", re.IGNORECASE)
+"""The suffix of a file name; the end of `Apache-2.0` is none."""
+MAX_SUFFIXES = 5
+"""Suffixes of ignored files that are listed."""
+FILE_SIMILARITY = 0.7
+"""Minimum similarity of a file name to be suggested in place of another."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?")
 FINGERPRINT_BYTES = 1 << 16
 """Bytes hashed at each end of a file to identify it."""
@@ -121,7 +130,8 @@ def resolve_source(source: str) -> Sequence[Source]:
     """The files and datasets, in order, of a path, directory, glob, bundled text or `owner/dataset[:config]`.
 
     Directories are searched recursively, except for names that start with a dot, and run directories, whose logs and
-    model cards are not text to train on.
+    model cards are not text to train on. Their files of other types are ignored, with a warning; a file that is named,
+    or matched by a glob, is read as text if its suffix is unknown.
     """
     if not source:
         raise ConfigError(f"{_expected_source()}, got an empty string")
@@ -134,19 +144,22 @@ def resolve_source(source: str) -> Sequence[Source]:
             for file in files
             if not any(part.startswith(".") for part in file.parts) and runs.isdisjoint(file.parents)
         ]
-        local_files = [_local_file(path / file, file.as_posix()) for file in visible]
-        sources = [file for file in local_files if file is not None]
+        sources = [file for name in visible if (file := _local_file(path / name, name.as_posix())) is not None]
+        ignored = [file for file in visible if _file_type(file)[0] is None]
         if not sources:
-            raise DataError(f"directory {source} has no text files: expected {_supported_suffixes()} files")
+            found = f"{_count_suffixes(ignored)}; name files to read them as text" if ignored else "no files"
+            raise DataError(f"expected {_supported_suffixes()} files in directory {source}, got {found}")
+        if ignored:
+            _warn_ignored(source, len(ignored), len(visible), _count_suffixes(ignored))
         return sources
     matches = [path] if path.is_file() else []
     if not matches and glob.has_magic(source):  # `**` alone is any depth, next to other characters it is `*`
         names = glob.iglob(source, recursive=True)  # noqa: PTH207 (pathlib rejects `**.txt`)
         matches = sorted(file for file in map(Path, names) if file.is_file())
     if matches:
-        return [_supported_file(file) for file in matches]
+        return [_named_file(file) for file in matches]
     if source in BUNDLED:
-        return [_supported_file(BUNDLED[source])]
+        return [_named_file(BUNDLED[source])]
     if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None and (":" in source or not path.parent.is_dir()):
         dataset, _, config = source.partition(":")
         return [HubDataset(dataset, config or None)]
@@ -195,12 +208,13 @@ def iter_documents(
 ) -> Iterator[str]:
     """The texts of all documents of `sources`, in order; `on_error` is called for each that cannot be read.
 
-    `max_bytes` limits the amount of text: each source contributes its beginning, in proportion to its size.
+    `max_bytes` limits the amount of text: each source contributes its beginning, in proportion to its size. Raises
+    DataError if there is no text.
     """
     resolved = resolve_sources(sources)
     check_separator(separator, resolved)
     check_encoding(encoding, resolved)
-    budget = 0.0
+    budget, is_empty = 0.0, True
     for source, share in zip(resolved, _shares(resolved, max_bytes), strict=True):
         budget += share  # what one source leaves of its share, later ones may use
         batches = source.batches(text_key, separator, 0, encoding)
@@ -215,8 +229,12 @@ def iter_documents(
             if isinstance(data, DataError):
                 on_error(data)
                 continue
+            is_empty = False
             yield data[: None if len(data) <= budget else int(budget)].decode(errors="ignore")
             budget -= min(len(data), budget)
+    if is_empty:
+        verb = "contains" if len(sources) == 1 else "contain"
+        raise DataError(f"{', '.join(map(str, sources))} {verb} no text: expected at least one non-empty document")
 
 
 def _shares(sources: Sequence[Source], max_bytes: int | None) -> list[float]:
@@ -287,8 +305,11 @@ class LocalFile:
         return SourceRecord(role=role, name=self.name, size=size, sha256=digest.hexdigest())
 
     def text_bytes(self) -> int:
-        """The file size, multiplied by a typical ratio if compressed."""
-        return self.path.stat().st_size * (COMPRESSION_RATIO if self.codec or self.kind == "parquet" else 1)
+        """The file size; if compressed, the size that gzip stores, or an estimate with a typical ratio."""
+        size = self.path.stat().st_size
+        if self.codec == "gzip" and (uncompressed := _gzip_size(self.path)) > size:
+            return uncompressed
+        return size * (COMPRESSION_RATIO if self.codec or self.kind == "parquet" else 1)
 
     def batches(
         self, text_key: str, separator: str | None, skip: int, encoding: str = "utf-8"
@@ -379,6 +400,13 @@ class HubDataset:
                     f"network and run the command again, or {local_files}"
                 ) from error
             yield values
+
+
+def _gzip_size(path: Path) -> int:
+    """The uncompressed size at the end of a gzip file, modulo 4 GiB; of concatenated files, the size of the last."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, 2) - 4))
+        return int.from_bytes(file.read(4), "little")
 
 
 def _one_line(error: Exception) -> str:
@@ -583,12 +611,36 @@ def _data_errors(message: str) -> Iterator[None]:
 # Finding files
 
 
-def _supported_file(path: Path) -> LocalFile:
+def _named_file(path: Path) -> LocalFile:
+    """The file as a source; as text if its suffix is unknown."""
     file = _local_file(path, path.name)
     if file is None:
-        remedy = f": {ARRAY_REMEDY}" if path.suffix == ".json" else ""
-        raise ConfigError(f"expected a {_supported_suffixes()} file, got {path}{remedy}")
+        _check_text(path)
+        return LocalFile(path, path.name, "text", None)
     return file
+
+
+def _check_text(path: Path) -> None:
+    """Raise unless a file with an unknown suffix starts with UTF-8 text."""
+    suffix, expected = path.suffix.lower(), f"expected UTF-8 text or a {_supported_suffixes()} file, got {path}"
+    if suffix in TABLE_REMEDIES:
+        raise ConfigError(f"{expected}: {TABLE_REMEDIES[suffix]}, or rename it to {path.name}.txt to read it as text")
+    try:
+        with open(path, "rb") as file:
+            block = file.read(FINGERPRINT_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    found = f"NUL at byte {block.index(0)}" if 0 in block else None
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(block)  # the block may end inside a character
+    except UnicodeDecodeError as error:
+        found = found or f"not UTF-8 at byte {error.start}"
+    if found is None:
+        return
+    remedy = f"leave it out, or rename it to {path.name}.txt and set --encoding if it is text in another encoding"
+    if suffix in CODECS:
+        remedy = f"leave it out, or rename it to {path.stem}.txt{suffix} if it is compressed text"
+    raise ConfigError(f"{expected} ({found}): {remedy}")
 
 
 def _local_file(path: Path, name: str) -> LocalFile | None:
@@ -615,15 +667,34 @@ def _without_suffixes(name: str) -> str:
     return re.sub(rf"({suffixes})+$", "", name, flags=re.IGNORECASE)
 
 
+@functools.cache
+def _warn_ignored(source: str, ignored: int, total: int, suffixes: str) -> None:
+    """Warn once per directory about files that are not read."""
+    logger.warning(
+        "ignoring %d of %d files in %s (%s): only %s files are read; name a file to read it as text",
+        ignored, total, source, suffixes, ", ".join(FILE_TYPES),
+    )  # fmt: skip
+
+
+def _count_suffixes(files: Sequence[Path]) -> str:
+    """How many files have which suffix, the most frequent ones first: `25 .py, 16 without extension`."""
+    counts = Counter(match[0].lower() if (match := SUFFIX.search(file.name)) else "" for file in files)
+    shown = [f"{count} {suffix or 'without extension'}" for suffix, count in counts.most_common(MAX_SUFFIXES)]
+    others = len(files) - sum(count for _, count in counts.most_common(MAX_SUFFIXES))
+    return ", ".join([*shown, *[f"{others} others"] * (others > 0)])
+
+
 def _similar_file(source: str) -> str:
-    """Suggest the entry of the same directory with the most similar name, disregarding suffixes; none for a glob."""
+    """Suggest the source in the same directory with the most similar name, disregarding suffixes; none for a glob."""
     path = Path(source)
     if glob.has_magic(source):
         return ""
     with contextlib.suppress(OSError, ValueError):
-        entries = sorted(path.parent.iterdir(), key=lambda entry: entry.suffix == path.suffix)
-        by_stem = {_without_suffixes(entry.name): entry for entry in entries}  # the same suffix is preferred
-        close = suggest(_without_suffixes(path.name), by_stem)
+        visible = [entry for entry in path.parent.iterdir() if not entry.name.startswith(".")]
+        entries = [entry for entry in visible if entry.is_dir() or _file_type(entry)[0] is not None]
+        entries.sort(key=lambda entry: entry.suffix == path.suffix)  # the same suffix is preferred
+        by_stem = {_without_suffixes(entry.name): entry for entry in entries}
+        close = suggest(_without_suffixes(path.name), by_stem, FILE_SIMILARITY)
         return "" if close is None else f" (did you mean {by_stem[close]}?)"
     return ""
 

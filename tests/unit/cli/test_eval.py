@@ -121,7 +121,7 @@ def test_quantize_and_dtype_options(model, fixtures, tmp_path, capsys):
         (("--tasks", "piqa"), "no file for task piqa in data/eval: expected piqa_val.jsonl"),
         (("--tasks", "piqa", "--data", "elsewhere"), "no file for task piqa in elsewhere"),
         (("--text", "nothing.txt"), "no such file: nothing.txt"),
-        (("--text", "empty.txt"), "got 0 documents without tokens"),
+        (("--text", "empty.txt"), "empty.txt contains no text"),
         (
             ("--tasks", "lambada", "--data", "."),
             "lambada.jsonl line 1: expected a valid Unicode string in 'text', got 5",

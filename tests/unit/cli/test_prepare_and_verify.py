@@ -111,7 +111,13 @@ BAD = {
         parquet(pa.table({"text": ["x", None]})),
         "row 1: expected a string, got null",
     ),
-    "unknown kind": ("a.pdf", b"%PDF", "expected a .parquet, .jsonl"),
+    "unknown kind": ("a.pdf", b"%PDF-1.4\n%\xe2\xe3", "got a.pdf (not UTF-8 at byte 10): leave it out"),
+    "binary": (
+        "birds",
+        b"ab\0",
+        "got birds (NUL at byte 2): leave it out, or rename it to birds.txt and set --encoding",
+    ),
+    "unknown kind, compressed": ("birds.gz", b"\x1f\x8b\x08\0", "rename it to birds.txt.gz"),
 }
 
 
@@ -135,7 +141,9 @@ def test_missing_source_is_a_one_line_error(whimbrel, workdir: Path) -> None:
     assert "no such file: empty/**.txt" in whimbrel("prepare", "empty/**.txt").err
     assert "no such file: absent.txt" in whimbrel("prepare", "absent.txt").err
     assert "no such file: ../absent" in whimbrel("prepare", "../absent").err
-    assert "directory empty has no text files" in whimbrel("prepare", "empty").err
+    assert "files in directory empty, got no files" in whimbrel("prepare", "empty").err
+    Path("empty/birds.py").touch()
+    assert "files in directory empty, got 1 .py; name files" in whimbrel("prepare", "empty").err
     assert "no tokenizer at absent" in whimbrel("prepare", "empty", "--tokenizer", "absent").err
 
 

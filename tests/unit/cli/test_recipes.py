@@ -134,14 +134,18 @@ def test_init_writes_to_a_file_or_into_a_directory(workdir: Path, capsys: pytest
     assert sorted(path.name for path in workdir.iterdir()) == ["here", "my run.toml", "new"]
 
 
-def test_text_of_the_package_is_prepared_first(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train = ("train", "shakespeare-cpu", "--model.num_layers=1", *SHORT, "--train.tokens_per_step=256")
+@pytest.mark.parametrize("recipe", ["shakespeare-cpu", "mine.toml"])
+def test_text_of_the_package_is_prepared_first(workdir: Path, capfd: pytest.CaptureFixture[str], recipe: str) -> None:
+    """Also for the copy that `whimbrel init` writes."""
+    assert whimbrel("init", "shakespeare-cpu", "mine.toml") == 0
+    small = ("--model.num_layers=1", *SHORT, "--train.tokens_per_step=256")
+    train = ("train", recipe, *small)
     assert whimbrel(*train, "--data.path=elsewhere") == 2
     assert "no such directory: elsewhere" in capfd.readouterr().err
     assert not Path("data").exists()
     assert whimbrel(*train) == 0
     assert capfd.readouterr().out.count("$ whimbrel") == 2
-    manifest = read_manifest("data/shakespeare")
+    manifest = read_manifest("data/shakespeare-cpu")
     assert manifest is not None
     assert manifest.tokenizer.vocab_size == 2048
     assert manifest.tokens("val") >= 20_000
@@ -152,7 +156,7 @@ def test_text_of_the_package_is_prepared_first(workdir: Path, capfd: pytest.Capt
 def test_init_then_train(workdir: Path, shakespeare: str) -> None:
     prepare_text(workdir, shakespeare[:20_000], val_tokens=800)
     assert whimbrel("init", "shakespeare-cpu", "mine.toml") == 0
-    edited = Path("mine.toml").read_text().replace('path = "data/shakespeare"', 'path = "shards"')
+    edited = Path("mine.toml").read_text().replace('path = "data/shakespeare-cpu"', 'path = "shards"')
     Path("mine.toml").write_text(edited)
     assert whimbrel("train", "mine.toml", *SMALL_MODEL, *SHORT) == 0
     steps = [line for line in read_log(Path("runs/shakespeare-cpu/log.jsonl")) if line["kind"] == "step"]

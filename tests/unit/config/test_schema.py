@@ -213,6 +213,9 @@ def test_toml_syntax_error_names_the_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("a = 1\nb = = 2\n")
     with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML: .*line 2"):
         load_toml(tmp_path / "bad.toml")
+    (tmp_path / "bin.toml").write_bytes(b"caf\x85")
+    with pytest.raises(ConfigError, match=r"bin\.toml is not valid TOML: not UTF-8 at byte 3$"):
+        load_toml(tmp_path / "bin.toml")
     with pytest.raises(ConfigError, match="no such configuration file"):
         load_toml(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="TOML file, got a directory"):

@@ -214,12 +214,16 @@ def test_directory_with_other_shards_is_rejected(corpus, texts: list[str], tmp_p
     for match, sources, tokenizer, options in (
         ("different sources", [other], GPT2, {}),
         ("different tokenizer", [source], train_tokenizer(texts, 300), {}),
-        (r"different settings \(shard_size=100000000\)", [source], GPT2, {"shard_size": 500}),
-        (r"different settings \(total_tokens=None\)", [source], GPT2, {"total_tokens": 500}),
+        (r"different settings \(shard_size was 100000000, now 500\)", [source], GPT2, {"shard_size": 500}),
+        (r"different settings \(total_tokens was none, now 500\)", [source], GPT2, {"total_tokens": 500}),
     ):
         with pytest.raises(DataError, match=match):
             prepare(sources, out, tokenizer, name="a", **options)
     assert corpus.bytes_of(out) == before
+    text = str(corpus.write(tmp_path / "a.txt", texts))
+    prepare([text], tmp_path / "text", GPT2, name="a", separator="\n\n")
+    with pytest.raises(DataError, match=r"\(separator was '\\n\\n', now none\)"):
+        prepare([text], tmp_path / "text", GPT2, name="a")
     (out / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"shards without a manifest\.json"):
         prepare([source], out, GPT2, name="a")

@@ -205,6 +205,16 @@ def test_similar_file_is_suggested(workdir: Path) -> None:
             resolve_source(typed)
 
 
+def test_only_similar_names_of_sources_are_suggested(workdir: Path) -> None:
+    for name in ("env.sh", "much.txt", ".nosuch.txt", "nosuch.png"):
+        Path(name).write_text("text")
+    with pytest.raises(DataError, match="no such file: nosuch.txt;"):
+        resolve_source("nosuch.txt")
+    Path("no-such").mkdir()
+    with pytest.raises(DataError, match=r"no such file: nosuch.txt \(did you mean no-such\?\);"):
+        resolve_source("nosuch.txt")
+
+
 @pytest.mark.parametrize("source", ["nope.txt", "bird*.md", "corpus.txt.gz"])
 def test_a_common_suffix_is_not_similar(workdir: Path, source: str) -> None:
     for name in ("bin.txt", "birds.txt", "x.txt.gz"):

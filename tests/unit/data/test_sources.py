@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,52 @@ def test_hidden_files_of_a_directory_are_skipped(corpus, texts: list[str], tmp_p
         (tmp_path / ".data" / name).parent.mkdir(parents=True, exist_ok=True)
         corpus.write(tmp_path / ".data" / name, [name])
     assert list(iter_documents([str(tmp_path / ".data")])) == ["seen.txt"]
+
+
+def test_ignored_files_of_a_directory_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.txt", "b.py", "B.PY", "c.csv.gz", "LICENSE", "Apache-2.0", "GPL", ".git/config", ".DS_Store"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for _ in range(2):
+        assert list(iter_documents([str(tmp_path)])) == ["a.txt"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    counts = r"ignoring 6 of 7 files in .* \(3 without extension, 2 \.py, 1 \.csv\.gz\)"
+    assert re.match(rf"{counts}: only .*\.md files are read; name a file", record.getMessage())
+
+
+def test_only_the_most_frequent_ignored_suffixes_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.txt", "a.png", *(f"{number}.{suffix}" for suffix in "cdefgh" for number in range(2))):
+        (tmp_path / name).touch()
+    resolve_source(str(tmp_path))
+    assert "(2 .c, 2 .d, 2 .e, 2 .f, 2 .g, 3 others)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a.py", "LICENSE", "Apache-2.0"])
+def test_a_named_file_with_an_unknown_suffix_is_text(tmp_path: Path, name: str) -> None:
+    text = "é" * 70_000  # the first block that is read ends in the middle of a character
+    (tmp_path / name).write_text(f"a{text}", encoding="utf-8")
+    for source in (tmp_path / name, tmp_path / "*"):
+        assert list(iter_documents([str(source)])) == [f"a{text}"]
+
+
+def test_sources_without_text_are_an_error(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"a\.txt, .*b\.jsonl contain no text"):
+        list(iter_documents([str(tmp_path / name) for name in ("a.txt", "b.jsonl")]))
+
+
+def test_size_of_gzip_files_is_exact(tmp_path: Path, shakespeare: str) -> None:
+    (bundled,) = resolve_source("shakespeare")
+    assert bundled.text_bytes() == len(shakespeare.encode()) == 1_115_394
+    halves = [gzip.compress(half.encode()) for half in (shakespeare[:-1000], shakespeare[-1000:])]
+    (tmp_path / "two.txt.gz").write_bytes(b"".join(halves))  # gzip stores the size of the second only
+    (joined,) = resolve_source(str(tmp_path / "two.txt.gz"))
+    assert len(shakespeare) / 2 < joined.text_bytes() < 2 * len(shakespeare)
+    (tmp_path / "empty.txt.gz").touch()
+    (empty,) = resolve_source(str(tmp_path / "empty.txt.gz"))
+    assert empty.text_bytes() == 0
 
 
 @pytest.mark.parametrize("form", ["a.txt", "a.txt.gz", "a.jsonl"])

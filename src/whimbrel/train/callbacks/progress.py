@@ -188,12 +188,13 @@ class ProgressCallback(TrainerCallback):
     """Prints a summary, the steps and the result of a run.
 
     On a terminal, steps update a progress bar and everything else scrolls above it. Otherwise, or with `plain`, there
-    is one line per event, which is easy to grep.
+    is one line per event, which is easy to grep. `to_continue` says how to continue a run that has done all its steps.
     """
 
-    def __init__(self, console: Console | None = None, *, plain: bool = False) -> None:
+    def __init__(self, console: Console | None = None, *, plain: bool = False, to_continue: str | None = None) -> None:
         self._console = console or Console()
         self._plain = plain or not self._console.is_terminal
+        self._to_continue = to_continue or "increase train.steps or train.epochs to continue"
         self._enabled = True
         self._summary: RunSummary | None = None
         self._bar: _StepBar | None = None
@@ -211,6 +212,10 @@ class ProgressCallback(TrainerCallback):
         summary = self._summary = event["summary"]
         for line in _summary_lines(summary):
             self._print(line)
+        if summary.first_step >= summary.total_steps:
+            past = summary.first_step > summary.total_steps
+            position = f"{summary.first_step}{', past the last step,' if past else ' of'} {summary.total_steps}"
+            self._print(f"Already at step {position}: nothing to do; {self._to_continue}")
         if self._enabled and not self._plain and summary.first_step < summary.total_steps:
             is_compiled = any(feature.startswith("compiled") for feature in summary.features)
             text = "first step (compiling takes up to minutes)" if is_compiled else "first step"
@@ -312,10 +317,6 @@ def _summary_lines(summary: RunSummary) -> Iterator[str]:
         yield f"Features: {', '.join(summary.features)}"
     if summary.resumed_from is not None:
         yield f"Resumed from: {summary.resumed_from} (step {summary.first_step})"
-    if summary.first_step >= summary.total_steps:
-        past = summary.first_step > summary.total_steps
-        position = f"{summary.first_step}{', past the last step,' if past else ' of'} {summary.total_steps}"
-        yield f"Already at step {position}: nothing to do; increase train.steps or train.epochs to continue"
 
 
 def _memory(memory: MemoryEstimate) -> str:
