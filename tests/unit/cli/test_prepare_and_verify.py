@@ -117,6 +117,7 @@ BAD = {
         b"ab\0",
         "got birds (NUL at byte 2): leave it out, or rename it to birds.txt and set --encoding",
     ),
+    "table": ("a.csv", b"text,label\nbird,1\n", "got a.csv: convert it to jsonl or parquet, or rename it to a.csv.txt"),
     "unknown kind, compressed": ("birds.gz", b"\x1f\x8b\x08\0", "rename it to birds.txt.gz"),
 }
 
