@@ -129,7 +129,7 @@ def _draw(figure: Figure, logs: Sequence[RunLog], panels: Sequence[str], *, toke
         for log, color in zip(logs, _colors(logs), strict=True):
             _draw_run(axes, panel, log, color, tokens=tokens, span=span, single=len(logs) == 1)
         axes.set(xlabel="tokens" if tokens else "step", ylabel=LABELS[panel])
-        if panel == "memory":  # nearly constant: other limits would exaggerate the differences
+        if panel in ("speed", "memory"):  # nearly constant: other limits would exaggerate the differences
             axes.set_ylim(0, 1.1 * (axes.dataLim.ymax or 1))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)

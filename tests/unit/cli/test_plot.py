@@ -113,17 +113,18 @@ def test_validation_is_drawn_on_top_and_a_single_run_also_unsmoothed(folder: Pat
     assert len(drawn_lines([folder / "a"], span=1)) == 2
 
 
-def test_memory_is_drawn_from_zero(folder: Path) -> None:
+@pytest.mark.parametrize(("panel", "largest"), [("memory", 0.789), ("speed", 64.2)])
+def test_memory_and_speed_are_drawn_from_zero(folder: Path, panel: str, largest: float) -> None:
     (folder / "full").mkdir()
     lines = [
-        log_line("step", step, {"loss": 1.0, "tokens": 64, "peak_memory": memory * 2**30})
-        for step, memory in ((1, 0.783), (2, 0.789))
+        log_line("step", step, {"loss": 1.0, "tokens": tokens, "seconds": 10.0, "peak_memory": memory * 2**30})
+        for step, memory, tokens in ((1, 0.783, 641), (2, 0.789, 642))
     ]
     (folder / "full" / "log.jsonl").write_text("".join(lines))
-    [line] = drawn_lines([folder / "full"], "memory")
+    [line] = drawn_lines([folder / "full"], panel)
     low, high = line.axes.get_ylim()
     assert low == 0
-    assert 0.789 < high < 1
+    assert largest < high < 1.2 * largest
 
 
 def test_runs_of_the_same_name_are_labelled_by_path(folder: Path) -> None:
