@@ -65,7 +65,10 @@ def paged_attention(
     block_size, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
     splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads)))
-    partial_outputs = q_BHTD.new_empty((batch, heads, splits, width), dtype=torch.float32)
+    y_BHTD = torch.empty_like(q_BHTD, memory_format=torch.contiguous_format)
+    partial_outputs = y_BHTD
+    if splits > 1:
+        partial_outputs = q_BHTD.new_empty((batch, heads, splits, width), dtype=torch.float32)
     partial_maxes, partial_sums = (q_BHTD.new_empty((batch, heads, splits), dtype=torch.float32) for _ in range(2))
     padded_width = max(16, triton.next_power_of_2(width))
     _attention_split_kernel[(batch, kv_heads, splits)](
@@ -76,7 +79,8 @@ def paged_attention(
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), WIDTH=width, PADDED=padded_width,
         BLOCK_SIZE=block_size, SPLITS=splits, TILE=TILE, CODEC=codec, CODE_GROUP=group_size, num_warps=4,
     )  # fmt: skip
-    y_BHTD = torch.empty_like(q_BHTD, memory_format=torch.contiguous_format)
+    if splits == 1:  # the only part is the result
+        return y_BHTD
     _combine_splits_kernel[(batch * heads,)](
         partial_outputs, partial_maxes, partial_sums, y_BHTD, WIDTH=width, PADDED=padded_width, SPLITS=splits,
         PADDED_SPLITS=triton.next_power_of_2(splits), num_warps=1,
@@ -140,9 +144,13 @@ def _attention_split_kernel(  # type: ignore[no-untyped-def]
         denominator = denominator * rescale + tl.sum(weight, 1)
         row_max = new_max
     slot = (row * tl.num_programs(1) * GROUP + head) * SPLITS + split
-    tl.store(partial_outputs + slot[:, None] * WIDTH + dims[None, :], acc, mask=mask)
-    tl.store(partial_maxes + slot, row_max, mask=heads < GROUP)
-    tl.store(partial_sums + slot, denominator, mask=heads < GROUP)
+    if SPLITS == 1:
+        acc /= tl.maximum(denominator, 1e-30)[:, None]  # zeros for a sequence without tokens (padding of the batch)
+    else:
+        tl.store(partial_maxes + slot, row_max, mask=heads < GROUP)
+        tl.store(partial_sums + slot, denominator, mask=heads < GROUP)
+    result = acc.to(partial_outputs.dtype.element_ty)
+    tl.store(partial_outputs + slot[:, None] * WIDTH + dims[None, :], result, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -115,11 +115,14 @@ def test_the_paged_attention_kernel_matches_the_reference(
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("codec", ["none", "fp8", "int8", "int4"])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (2, 2, 128), (3, 1, 80)])
+@pytest.mark.parametrize("programs", [1, 256])
 def test_paged_attention_decodes_quantized_caches(
-    codec: str, heads: int, kv_heads: int, width: int, device: str
+    programs: int, codec: str, heads: int, kv_heads: int, width: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In one part per sequence, and in several."""
     from whimbrel.ops.attention_triton import paged_attention
 
+    monkeypatch.setattr("whimbrel.ops.attention_triton.PROGRAMS", programs)
     view, _, _ = paged([37, 1, 90], 16, kv_heads, width, 96, device)
     keys, values, group_size = view.keys.float(), view.values.float(), 0
     if (kind := find_codec(codec)) is not None:
