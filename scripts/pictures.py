@@ -74,9 +74,9 @@ def make_recording(work: Path) -> None:
 
 
 @contextlib.contextmanager
-def program(*command: str, work: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a command in the background until the block ends."""
-    process = subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def program(*command: str, work: Path, output: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    """Run a command in the background until the block ends; it waits if nobody reads what it prints."""
+    process = subprocess.Popen(command, cwd=work, stdout=output, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:
@@ -154,9 +154,12 @@ def take_watch(work: Path, browser: Browser) -> None:
     command = (
         "whimbrel", "train", f"{RUN}.toml", "--optim.name=adamw", "--optim.lr=0.003", f"--output_dir={SECOND_RUN}",
     )  # fmt: skip
-    with program(*command, work=work) as training:
+    with program(*command, work=work, output=subprocess.DEVNULL) as training:
         wait_for_steps(training, log, 0.4 * steps)
-    with program(*command, work=work) as training, program("whimbrel", "watch", "--port=0", work=work) as watching:
+    with (
+        program(*command, work=work, output=subprocess.DEVNULL) as training,
+        program("whimbrel", "watch", "--port=0", work=work) as watching,
+    ):
         link = printed_link(watching)
         wait_for_steps(training, log, 0.75 * steps)
         browser.look(DESKTOP, "light")
