@@ -37,17 +37,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def logging_state() -> Iterator[None]:
-    """Restore the logging configuration, which commands change, so that no test depends on the tests before it."""
-    logger, disabled_level = logging.getLogger("whimbrel"), logging.root.manager.disable
-    level, handlers = logger.level, logger.handlers[:]
+def default_logging() -> Iterator[None]:
+    """Start each test with the default logging configuration, which commands and some libraries change."""
+
+    def reset() -> None:
+        logger = logging.getLogger("whimbrel")
+        logger.setLevel(logging.NOTSET)
+        logger.handlers.clear()
+        logging.disable(logging.NOTSET)
+        for name in ("whimbrel", *logging.root.manager.loggerDict):
+            if name.partition(".")[0] == "whimbrel":
+                logging.getLogger(name).disabled = False
+
+    reset()  # fixtures of modules and sessions have already run
     yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
-    logging.disable(disabled_level)
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("whimbrel."):
-            logging.getLogger(name).disabled = False
+    reset()
 
 
 def _leave_process_group() -> Iterator[None]:
