@@ -10,16 +10,19 @@ growth of resident memory, with malloc configured to return freed memory to the 
 the result. Steps use the components and the loop of real training, on random tokens.
 
 `--targets` trains models under a hard cap on GPU memory, with gradient accumulation, clipping and full activation
-checkpointing, without offloading.
+checkpointing, without offloading, and compares tokens/s with AdamW on bf16 weights without a cap or checkpointing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -46,6 +49,8 @@ STEPS = 2
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 """glibc malloc: allocations of 64 KiB or more use mmap and are returned to the OS when freed."""
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+MEMORY = ("allocated", "reserved", "resident")
+"""The measured amounts of memory."""
 
 
 def make_config(model: dict[str, Any], optim: dict[str, Any] | None = None, **train: Any) -> RunConfig:
@@ -85,9 +90,9 @@ SIZES: dict[str, dict[str, RunConfig]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A run that must fit under a cap on GPU memory."""
+    """A run that must fit under a cap on GPU memory, if any."""
 
-    cap: int
+    cap: int | None
     config: RunConfig
     steps: int = 56
     """More than one gap (50), so that all initial bases have been computed."""
@@ -108,18 +113,27 @@ def make_target(
     return Target(int(cap * GIB), make_config(model, optim, micro_batch=1, **settings))
 
 
-LLAMA_7B, LLAMA_13B = llama_table(32, 4096, 32, 11008, 2048), llama_table(40, 5120, 40, 13824, 2048)
+def uncapped_adamw(model: dict[str, Any]) -> Target:
+    """AdamW with weights, gradients and states in bf16, and all activations kept."""
+    config = make_config(model, {"name": "adamw"}, micro_batch=1, default_dtype="bfloat16")
+    return Target(None, config, steps=12)
+
+
+LLAMA_1B, LLAMA_7B = llama_table(24, 2048, 32, 5461, 2048), llama_table(32, 4096, 32, 11008, 2048)
+LLAMA_13B = llama_table(40, 5120, 40, 13824, 2048)
 TARGETS = {
     "7B, bf16 weights, rank 1024": make_target(21.5, LLAMA_7B, 1024),
     "7B, int8 weights, rank 1024": make_target(15.0, LLAMA_7B, 1024, weights="int8"),
     "7B, int8 weights, rank 512, cheapest side": make_target(11.3, LLAMA_7B, 512, "cheapest", "int8"),
     "13B, int8 weights, rank 640, cheapest side": make_target(22.5, LLAMA_13B, 640, "cheapest", "int8"),
-    "1B, bf16 weights, rank 512": make_target(5.2, llama_table(24, 2048, 32, 5461, 2048), 512),
+    "1B, bf16 weights, rank 512": make_target(5.2, LLAMA_1B, 512),
+    "7B, AdamW in bf16": uncapped_adamw(LLAMA_7B),
+    "1B, AdamW in bf16": uncapped_adamw(LLAMA_1B),
 }
 
 
-def measure(config: RunConfig, device: torch.device, steps: int, cap: int | None) -> dict[str, int]:
-    """Peak memory of a few steps, in bytes."""
+def measure(config: RunConfig, device: torch.device, steps: int, cap: int | None) -> dict[str, float]:
+    """Peak memory of a few steps, in bytes, and on a GPU the tokens per second of the second half of them."""
     if cap is not None:
         torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(device).total_memory)
     small = llama_table(1, 64, 2, 64, 64)
@@ -127,24 +141,33 @@ def measure(config: RunConfig, device: torch.device, steps: int, cap: int | None
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        run_steps(config, device, steps)
-        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        seconds = run_steps(config, device, steps)
+        return {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "tokens_per_second": config.tokens_per_step / statistics.mean(seconds[steps // 2 :]),
+        }
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset VmHWM
     before = process_memory("VmRSS")
     run_steps(config, device, steps)
     return {"resident": int(process_memory("VmHWM") - before)}
 
 
-def run_steps(config: RunConfig, device: torch.device, steps: int) -> None:
-    """Build the model and run `steps` training steps on random tokens; quantized weights get random codes."""
+def run_steps(config: RunConfig, device: torch.device, steps: int) -> list[float]:
+    """Run `steps` training steps on random tokens, with random codes in quantized weights; the seconds of each step."""
     with device:
         model = init_model(config) if config.train.weight_dtype is None else random_quantized_model(config, device)
     apply_activation_checkpointing(model, config.train.recompute)
     optimizer = create_optimizer(model, config, None, accumulation=config.train.accumulation or 1)
     loop = build_dry_run_step(config, model, device, optimizer)
+    times = [time.perf_counter()]
     for number in range(steps):
         loop.run(number + 1)
         loop.flush_metrics(lambda *_: None)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(times)]
 
 
 @torch.no_grad()
@@ -224,13 +247,14 @@ def main() -> None:
 
 
 def format_result(size: str, optimizer: str, predicted: int, measured: dict[str, Any], cap: int | None) -> str:
-    head = f"{size:37} {optimizer:12} predicted {predicted / GIB:6.3f} GiB"
+    head = f"{size:43} {optimizer:12} predicted {predicted / GIB:6.3f} GiB"
     if "failed" in measured:
         return f"{head}, failed: {measured['failed']}"
-    figures = ", ".join(f"{name} {value / GIB:6.3f}" for name, value in measured.items())
+    figures = ", ".join(f"{name} {measured[name] / GIB:6.3f}" for name in MEMORY if name in measured)
     first = next(iter(measured.values()))
     under = "" if cap is None else f", cap {cap / GIB:.1f}"
-    return f"{head}, {figures}, predicted/measured {predicted / first:.3f}{under}"
+    speed = f", {measured['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in measured else ""
+    return f"{head}, {figures}, predicted/measured {predicted / first:.3f}{under}{speed}"
 
 
 if __name__ == "__main__":
