@@ -6,9 +6,11 @@
 // row of a matrix is summed in the same order for any batch size and number of threads, so the result for a token
 // depends on neither.
 //
-// All threads run the complete pass on their share of the rows of each matrix, with a barrier between dependent steps.
+// All threads run the complete pass on their share of the rows of each matrix, with a barrier between dependent steps;
+// how many threads there are is measured.
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -475,6 +477,48 @@ class Threads {
     std::atomic<int> arrived_{0};
 };
 
+// Chooses how many threads decode a token, from the time that they take: more of them are slower if they share a core or
+// its bandwidth, or if other programs keep some of them from running, since all wait for the slowest.
+class ThreadCount {
+  public:
+    explicit ThreadCount(int max) {
+        for (int count = max; count >= 1; count /= 2) options_.push_back(count);
+    }
+
+    int max() const { return options_.front(); }
+    int current() const { return options_[size_t(trial_ >= 0 ? trial_ : best_)]; }
+
+    // Record the duration of a pass with `current()` threads. Now and then a few passes run with half or twice the
+    // threads; the longer the choice lasts, the rarer.
+    void record(double seconds) {
+        if (options_.size() == 1) return;
+        if (passes_ >= 0) sum_ += seconds;
+        if (++passes_ < (trial_ >= 0 ? TRIAL : interval_)) return;
+        const double mean = sum_ / passes_;
+        sum_ = 0, passes_ = 0;
+        if (trial_ < 0) {
+            best_mean_ = mean;
+            const bool can_halve = best_ + 1 < int(options_.size());
+            halves_ = best_ == 0 || (can_halve && !halves_);
+            trial_ = halves_ ? best_ + 1 : best_ - 1;
+            return;
+        }
+        const bool is_better = mean < MARGIN * best_mean_;
+        best_ = is_better ? trial_ : best_;
+        interval_ = is_better ? TRIAL : interval_ < MAX_INTERVAL ? 2 * interval_ : interval_;
+        trial_ = -1;
+    }
+
+  private:
+    static constexpr int TRIAL = 4, MAX_INTERVAL = 512;  // passes
+    static constexpr double MARGIN = 0.95;
+
+    std::vector<int> options_;
+    int best_ = 0, trial_ = -1, passes_ = -1, interval_ = TRIAL;  // the first pass, which reads the weights from disk, is not counted
+    bool halves_ = false;
+    double sum_ = 0, best_mean_ = 0;
+};
+
 // The forward pass
 
 inline void normalize(const Model& m, const Norm& norm, const float* x, float* y, int32_t kind) {
@@ -513,7 +557,7 @@ inline void activate(int32_t kind, float* x, int64_t count) {  // count is a mul
 class Decoder {
   public:
     Decoder(const Model& model, int threads) : m_(model), layers_(model.layers, model.layers + model.num_layers),
-        threads_(Threads::get(threads)), scratch_(size_t(threads)) {}
+        thread_count_(threads), scratch_(size_t(threads)) {}
 
     // Process one token per row. Rows may be tokens of one sequence, in order of their positions. `tables` has the block
     // table of each row, `table_width` wide. `logits` gets those of the rows in `wanted`, (num_wanted, vocab_size).
@@ -528,7 +572,10 @@ class Decoder {
         heads_.assign(size_t(rows * padded(attention_width)), 0.0f);
         hidden_.assign(size_t(rows * padded(m_.mlp_size)), 0.0f);
         rotations_.resize(m_.frequencies ? size_t(rows * m_.head_size) : 0);
-        threads_.run([&](int thread) { work(thread, qkv_width, num_wanted, wanted, logits); });
+        threads_ = &Threads::get(rows == 1 ? thread_count_.current() : thread_count_.max());
+        const auto start = std::chrono::steady_clock::now();
+        threads_->run([&](int thread) { work(thread, qkv_width, num_wanted, wanted, logits); });
+        if (rows == 1) thread_count_.record(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
     }
 
   private:
@@ -543,31 +590,31 @@ class Decoder {
 
     void work(int thread, int64_t qkv_width, int64_t num_wanted, const int32_t* wanted, float* logits) {
         Scratch& s = scratch_[size_t(thread)];
-        const int threads = threads_.count();
+        const int threads = threads_->count();
         embed(thread, threads);
-        threads_.barrier();
+        threads_->barrier();
         for (const Layer& layer : layers_) {
             if (layer.skip.data) {  // every thread mixes its share of x, which the next steps read completely
                 const float a = element(layer.skip, 0), b = element(layer.skip, 1);
                 const Range range = share(int64_t(x_.size()), thread, threads);
                 for (int64_t i = range.begin; i < range.end; i++) x_[size_t(i)] = a * x_[size_t(i)] + b * x0_[size_t(i)];
-                threads_.barrier();
+                threads_->barrier();
             }
             const float* normed = norm_rows(layer.attention_norm, layer.qkv, rows_, nullptr, s);
             product(layer.qkv, share(qkv_width, thread, threads, ROWS), normed, rows_, s.y(rows_), first_row(layer.out, thread),
                 [&](int64_t row, int64_t b, float value) { qkv_[size_t(b * qkv_width + row)] = value; });
-            threads_.barrier();
+            threads_->barrier();
             store_keys(layer, qkv_width, share(rows_ * m_.kv_heads, thread, threads), s);
-            threads_.barrier();
+            threads_->barrier();
             attend(layer, qkv_width, share(rows_ * m_.heads, thread, threads), s);
-            threads_.barrier();
+            threads_->barrier();
             add_product(layer.out, heads_, m_.attention_scale, thread, first_row(layer.fc, thread), s);
-            threads_.barrier();
+            threads_->barrier();
             expand(layer, thread, s);
-            threads_.barrier();
+            threads_->barrier();
             const Matrix& next = &layer == &layers_.back() ? m_.head : (&layer + 1)->qkv;
             add_product(layer.proj, hidden_, 1.0f, thread, first_row(next, thread), s);
-            threads_.barrier();
+            threads_->barrier();
         }
         const float* normed = norm_rows(m_.final_norm, m_.head, num_wanted, wanted, s);
         product(m_.head, share(m_.vocab_size, thread, threads, ROWS), normed, num_wanted, s.y(num_wanted), first_row(layers_[0].qkv, thread),
@@ -591,7 +638,7 @@ class Decoder {
 
     const char* first_row(const Matrix& m, int thread) const {
         const int64_t rows = &m == &m_.head ? m_.vocab_size : m.rows;
-        return row_data(m, share(rows, thread, threads_.count(), ROWS).begin);
+        return row_data(m, share(rows, thread, threads_->count(), ROWS).begin);
     }
 
     void embed(int thread, int threads) {
@@ -763,7 +810,7 @@ class Decoder {
     void expand(const Layer& layer, int thread, Scratch& s) {
         const int64_t count = m_.mlp_size, stride = padded(count);
         const float* normed = norm_rows(layer.mlp_norm, layer.fc, rows_, nullptr, s);
-        const Range range = share(count, thread, threads_.count(), ROWS);
+        const Range range = share(count, thread, threads_->count(), ROWS);
         const int64_t own = range.end - range.begin, width = (own + LANES - 1) / LANES * LANES;
         s.gates.assign(size_t(rows_ * width), 0.0f);
         const char *up = row_data(layer.fc, count + range.begin), *down = first_row(layer.proj, thread);
@@ -780,13 +827,14 @@ class Decoder {
     }
 
     void add_product(const Matrix& m, const std::vector<float>& input, float scale, int thread, const char* next, Scratch& s) {
-        product(m, share(m.rows, thread, threads_.count(), ROWS), input.data(), rows_, s.y(rows_), next,
+        product(m, share(m.rows, thread, threads_->count(), ROWS), input.data(), rows_, s.y(rows_), next,
             [&](int64_t row, int64_t b, float value) { x_[size_t(b * m_.width + row)] += scale * value; });
     }
 
     Model m_;
     std::vector<Layer> layers_;
-    Threads& threads_;
+    ThreadCount thread_count_;
+    Threads* threads_ = nullptr;
     std::vector<Scratch> scratch_;
     std::vector<float> x_, x0_, qkv_, heads_, hidden_, rotations_;
     int64_t rows_ = 0, table_width_ = 0;
