@@ -16,7 +16,14 @@ from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cache.buffer import KV_CODECS
 from whimbrel.inference.adapters import AdapterSelection, with_adapters
 from whimbrel.inference.cuda_decoder import unsupported_reason
-from whimbrel.inference.model_runner import NON_FINITE, NOT_SAMPLED, Chunk, DecodeGraphs, ModelRunner
+from whimbrel.inference.model_runner import (
+    NON_FINITE,
+    NOT_SAMPLED,
+    Chunk,
+    DecodeGraphs,
+    LaunchedSteps,
+    ModelRunner,
+)
 from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.inference.sampling import log_probabilities, sample
 from whimbrel.inference.scheduler import Plan, Scheduler
@@ -49,8 +56,8 @@ class EngineConfig:
     prefix_cache: bool = True
     """Reuse the blocks of earlier requests that start with the same tokens."""
     multi_step: int = 8
-    """Maximum number of tokens decoded per step with CUDA graphs or `compile`. Fewer host synchronizations make
-    decoding faster, but tokens arrive in groups."""
+    """Maximum number of tokens decoded ahead of the host with CUDA graphs or `compile`: decoding is faster, but tokens
+    arrive in groups. On a GPU, half of them are decoded while the host processes the other half."""
     compile: bool = False
     """Compile the decode step: takes up to minutes at `warm_up` or the first request, then decoding is faster."""
     cuda_graphs: bool = True
@@ -122,14 +129,17 @@ class Engine:
                 compile_step=self.config.compile,
                 gpu_kernels=self.config.gpu_kernels,
             )
+        self._runs_ahead = uses_cuda_graphs and self.config.multi_step >= 4
         self.runner = ModelRunner(model, self.pool, self._graphs, self._selection, cpu_kernels=self.config.cpu_kernels)
         self._scheduler = Scheduler(
             self.pool,
             max_batch=self.config.max_batch,
             prefill_chunk=self.config.prefill_chunk,
             prefix_cache=self.config.prefix_cache,
-            max_steps=1 if self._graphs is None else self.config.multi_step,
+            max_steps=1 if self._graphs is None else self.config.multi_step // (2 if self._runs_ahead else 1),
         )
+        self._launched: tuple[Plan, LaunchedSteps] | None = None
+        self._dropped: set[Sequence] = set()  # sequences of the launched steps whose tokens are not needed
         self._sequences: dict[int, list[Sequence]] = {}  # by request id
         self._request_ids = count()
         self._prompt_tokens = self._new_tokens = 0
@@ -192,10 +202,13 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Schedule, run the model and sample a token for every sequence that has no pending tokens left."""
+        if self._launched is not None:
+            return self._read_launched()
         self._propose()
         plan = self._scheduler.schedule()
         if plan.num_steps > 1:
-            return self._multi_step(plan)
+            self._launch(plan)
+            return self._read_launched()
         events: list[Event] = []
         ready: list[Sequence] = []
         logits: list[Tensor] = []
@@ -277,19 +290,39 @@ class Engine:
                 break
         return events
 
-    def _multi_step(self, plan: Plan) -> list[Event]:
-        """Decode several tokens per sequence without synchronizing with the host in between."""
+    def _launch(self, plan: Plan, previous: LaunchedSteps | None = None, after: int = 0) -> None:
+        """Launch several steps without synchronizing with the host in between, `after` that many `previous` ones."""
         chunks = [Chunk(seq.block_table, seq.next_tokens(1)) for seq in plan.decodes]
         params = [seq.request.sampling for seq in plan.decodes]
-        steps = plan.num_steps
-        keys = [[0] * steps if seq.request.sampling.greedy else seq.rng.next_keys(steps) for seq in plan.decodes]
+        end = after + plan.num_steps
+        keys = [
+            [0] * plan.num_steps if seq.request.sampling.greedy else seq.rng.next_keys(end)[after:]
+            for seq in plan.decodes
+        ]
+        self._launched = plan, self.runner.decode_steps(chunks, params, keys, previous)
+
+    def _read_launched(self) -> list[Event]:
+        """The tokens of the launched steps.
+
+        Before the host reads them, it launches the next steps of the same sequences, so that a GPU has work while the
+        host processes the tokens. If a sequence ends, its later tokens are dropped. Its blocks may be in use again
+        then: the device runs what was launched in order, so they are overwritten only after those steps.
+        """
+        assert self._launched is not None
+        (plan, steps), self._launched = self._launched, None
+        following = self._scheduler.schedule_ahead(plan) if self._runs_ahead and not self._dropped else None
+        if following is not None:
+            self._launch(following, steps, plan.num_steps)
         events: list[Event] = []
-        for seq, tokens in zip(plan.decodes, self.runner.decode_steps(chunks, params, keys), strict=True):
+        for seq, tokens in zip(plan.decodes, steps.tokens(), strict=True):
+            if seq in self._dropped:
+                continue
             # Tokens after a stop token are dropped; if their logits were not finite, the blocks may contain NaN too.
             discard = NON_FINITE in tokens
             for token in tokens:
                 if token == NOT_SAMPLED:
                     seq.has_wide_nucleus = True
+                    self._dropped.add(seq)
                     break
                 seq.advance(1, cache=self.config.prefix_cache)
                 if token == NON_FINITE:
@@ -302,6 +335,8 @@ class Engine:
                 events.append(event)
                 if event.finish_reason is not None:
                     break
+        if self._launched is None:
+            self._dropped.clear()
         return events
 
     def _sample(self, ready: list[Sequence], logits: Tensor) -> list[Event]:
@@ -369,6 +404,8 @@ class Engine:
 
     def _remove(self, seq: Sequence, *, discard: bool = False) -> None:
         self._scheduler.remove(seq, discard=discard)
+        if self._launched is not None:
+            self._dropped.add(seq)
         sequences = self._sequences[seq.request_id]
         sequences.remove(seq)
         if not sequences:

@@ -23,7 +23,16 @@ from whimbrel.inference.sampling import Sampler, SamplingParams
 from whimbrel.models import GPT, KVCache
 from whimbrel.models.layers import eval_mode
 
-__all__ = ["NON_FINITE", "NOT_SAMPLED", "Chunk", "DecodeGraphs", "ModelRunner", "decode_one", "prefill"]
+__all__ = [
+    "NON_FINITE",
+    "NOT_SAMPLED",
+    "Chunk",
+    "DecodeGraphs",
+    "LaunchedSteps",
+    "ModelRunner",
+    "decode_one",
+    "prefill",
+]
 
 WARMUP_RUNS = 3
 """Runs before graph capture, so that autotuning, compilation and module loading are not captured."""
@@ -109,20 +118,25 @@ class ModelRunner:
 
     @_inference
     def decode_steps(
-        self, chunks: Sequence[Chunk], params: Sequence[SamplingParams], keys: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        """Several tokens of each sequence, sampled with one key per token; synchronizes once. Needs graphs.
+        self,
+        chunks: Sequence[Chunk],
+        params: Sequence[SamplingParams],
+        keys: Sequence[Sequence[int]],
+        previous: LaunchedSteps | None = None,
+    ) -> LaunchedSteps:
+        """Launch several steps of each sequence, sampled with one key per token. Needs graphs.
 
-        NON_FINITE stands for logits that are not finite, and NOT_SAMPLED for the first token that `Sampler.draw` could
-        not sample; the tokens after either mean nothing.
+        After `previous` steps of the same sequences, whose tokens the host need not know yet, only the block tables of
+        `chunks` are used.
         """
         assert self._graphs is not None
-        self._select_adapters(chunks)
         tokens, batch = self._batch(chunks, self._graphs.padded_size(len(chunks)))
+        keys_SB = self._to_device(torch.tensor(keys).t().contiguous())
+        if previous is not None:
+            return self._graphs.decode_steps(None, batch, keys_SB, previous.sampler)
+        self._select_adapters(chunks)
         sampler = None if all(each.greedy for each in params) else Sampler(params, self._pool.device)
-        keys_SB = torch.tensor(keys).t().contiguous().to(self._pool.device, non_blocking=True)
-        sampled: list[list[int]] = self._graphs.decode_steps(tokens, batch, keys_SB, sampler).tolist()
-        return sampled
+        return self._graphs.decode_steps(tokens, batch, keys_SB, sampler)
 
     def _select_adapters(self, chunks: Sequence[Chunk]) -> None:
         if self._selection is not None:
@@ -176,10 +190,36 @@ class ModelRunner:
             # Attention masks these but reads them, so they must be finite: repeat a block of the same sequence.
             tables[index, len(blocks) :] = blocks[-1]
         stored = int((starts + counts).max()) - width
-        on_device = torch.from_numpy(ints).to(self._pool.device, non_blocking=True).split(sizes)
+        on_device = self._to_device(torch.from_numpy(ints)).split(sizes)
         tables_on_device = on_device[1].view(batch_size, num_blocks)
         batch = PagedBatch(self._pool, tables_on_device, on_device[2], on_device[3], stored=stored)
         return on_device[0].view(batch_size, width), batch
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """A copy that does not wait for the steps that a GPU still has to run: that needs pinned memory."""
+        if self._pool.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._pool.device, non_blocking=True)
+
+
+@dataclass(slots=True)
+class LaunchedSteps:
+    """Decode steps that may still be running."""
+
+    sampler: Sampler | None
+    _tokens: Tensor
+    """(sequences, steps), on the host; valid once `_copied` has happened."""
+    _copied: torch.cuda.Event | None
+
+    def tokens(self) -> list[list[int]]:
+        """Wait for the tokens of each sequence.
+
+        NON_FINITE stands for logits that are not finite, and NOT_SAMPLED for the first token that `Sampler.draw` could
+        not sample; the tokens after either mean nothing.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        return cast("list[list[int]]", self._tokens.tolist())
 
 
 @dataclass(slots=True)
@@ -195,13 +235,18 @@ class RecordedStep:
     guards_checked: bool = False
     """Whether compiled code has evaluated its guards on these tensors, so that the next calls can skip them."""
 
-    def fill(self, tokens_B1: Tensor, batch: PagedBatch) -> None:
-        """Copy a batch to the tensors. A table that is too wide repeats the last block of each row, which is masked."""
-        self.tokens.copy_(tokens_B1)
+    def fill(self, tokens_B1: Tensor | None, batch: PagedBatch) -> None:
+        """Copy a batch to the tensors; without tokens only the tables, to continue where the last step ended.
+
+        A table that is too wide repeats the last block of each row, which is masked.
+        """
         blocks = batch.tables.size(1)
         self.tables[:, :blocks] = batch.tables
         if blocks < self.tables.size(1):
             self.tables[:, blocks:] = batch.tables[:, -1:]
+        if tokens_B1 is None:
+            return
+        self.tokens.copy_(tokens_B1)
         self.starts.copy_(batch.starts)
         self.counts.copy_(batch.counts)
 
@@ -265,12 +310,17 @@ class DecodeGraphs:
         [(logits_BV, _)] = self._replays(recorded, 1)
         return logits_BV
 
-    def decode_steps(self, tokens_B1: Tensor, batch: PagedBatch, keys_SB: Tensor, sampler: Sampler | None) -> Tensor:
-        """Tokens (sequences, steps); each step reads the token of the one before. Greedy without a sampler."""
-        recorded = self._get_step(len(tokens_B1), batch.tables.size(1))
+    def decode_steps(
+        self, tokens_B1: Tensor | None, batch: PagedBatch, keys_SB: Tensor, sampler: Sampler | None
+    ) -> LaunchedSteps:
+        """Launch steps that each read the token of the one before; greedy without a sampler.
+
+        Without `tokens_B1`, they continue the steps that were launched last.
+        """
+        recorded = self._get_step(*batch.tables.shape)
         recorded.fill(tokens_B1, batch)
         steps, size = keys_SB.shape
-        sampled_BS = tokens_B1.new_empty((size, steps))
+        sampled_BS = recorded.tokens.new_empty((size, steps))
         for step, (logits_BV, argmax_B) in enumerate(self._replays(recorded, steps)):
             tokens_B = argmax_B[:size]
             if sampler is not None:
@@ -278,7 +328,13 @@ class DecodeGraphs:
                 recorded.tokens[:size, 0] = drawn_B.clamp(min=0)
                 tokens_B = torch.where(tokens_B < 0, NON_FINITE, torch.where(drawn_B < 0, NOT_SAMPLED, drawn_B))
             sampled_BS[:, step] = tokens_B
-        return sampled_BS
+        if not sampled_BS.is_cuda:
+            return LaunchedSteps(sampler, sampled_BS, None)
+        on_host = torch.empty(size, steps, dtype=sampled_BS.dtype, pin_memory=True)
+        on_host.copy_(sampled_BS, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(sampled_BS.device))
+        return LaunchedSteps(sampler, on_host, copied)
 
     def _replays(self, recorded: RecordedStep, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The results of `count` steps. Compiled code is compiled, and its guards evaluated, in the very first one.

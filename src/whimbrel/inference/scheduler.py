@@ -83,12 +83,24 @@ class Scheduler:
             self._plan_multi_step(plan)
         return plan
 
-    def _plan_multi_step(self, plan: Plan) -> None:
-        """Decode several tokens per host synchronization if no sequence ends before that and enough blocks are free."""
-        steps = min(self._max_steps, *(seq.steps_left for seq in plan.decodes))
-        if steps > 1 and sum(seq.block_table.blocks_needed(steps) for seq in plan.decodes) <= self._manager.available:
+    def schedule_ahead(self, plan: Plan) -> Plan | None:
+        """The steps after those of `plan`, whose tokens are not known yet; None if the batch is going to change."""
+        if self.waiting or plan.decodes != self.running:
+            return None
+        following = Plan(decodes=plan.decodes)
+        self._plan_multi_step(following, after=plan.num_steps)
+        return following if following.num_steps > 1 else None
+
+    def _plan_multi_step(self, plan: Plan, after: int = 0) -> None:
+        """Decode several tokens per host synchronization if no sequence ends before that and enough blocks are free.
+
+        `after`: the number of tokens that are being decoded already.
+        """
+        steps = min(self._max_steps, *(seq.steps_left - after for seq in plan.decodes))
+        total = after + steps
+        if steps > 1 and sum(seq.block_table.blocks_needed(total) for seq in plan.decodes) <= self._manager.available:
             for seq in plan.decodes:
-                seq.block_table.reserve(steps)
+                seq.block_table.reserve(total)
             plan.num_steps = steps
 
     def _reserve_running(self) -> None:

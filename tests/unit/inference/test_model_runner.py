@@ -69,18 +69,20 @@ def alone(model: GPT, **settings: Any) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("multi_step", [1, 2, 8, 100])
 @pytest.mark.parametrize("blocks", [None, 17])  # too few blocks for all sequences, so some are preempted
 @pytest.mark.parametrize("kind", SHAPES)
 def test_recorded_steps_give_the_same_tokens(
-    kind: str, blocks: int | None, multi_step: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, blocks: int | None, multi_step: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if multi_step != 2:
+    if multi_step != 2 and not ahead:
         monkeypatch.setattr("whimbrel.inference.model_runner.MIN_TABLE_TOKENS", 4)  # block tables of many widths
     model = model_of(kind)
     engine = Engine(
         model, EngineConfig(max_batch=6, compile=True, multi_step=multi_step, block_size=4, num_blocks=blocks)
     )
+    engine._runs_ahead = ahead  # only a GPU does
     for _ in range(2):  # the second time with the prefix cache
         assert generate_all(engine, PROMPTS, temperature=0) == alone(model)
     assert engine.stats().preemptions > 0 or blocks is None
@@ -147,10 +149,11 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("width", [4, 1024])
 @pytest.mark.parametrize("multi_step", [1, 3, 8])
 def test_sampled_tokens_do_not_depend_on_the_steps_between_synchronizations(
-    multi_step: int, width: int, monkeypatch: pytest.MonkeyPatch
+    multi_step: int, width: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the nuclei (`top_p`) of some steps are too large to sample from without the host."""
     model = model_of("llama")
@@ -161,8 +164,10 @@ def test_sampled_tokens_do_not_depend_on_the_steps_between_synchronizations(
     expected = [tokens for request in requests for tokens in tokens_of(Engine(model), [request])]
     monkeypatch.setattr("whimbrel.inference.sampling.TOP_P_CANDIDATES", width)
     without_penalties = Engine(model, EngineConfig(compile=True, multi_step=multi_step))
+    without_penalties._runs_ahead = ahead
     assert tokens_of(without_penalties, requests[:-1]) == expected[:-1]
     everything = Engine(model, EngineConfig(compile=True, multi_step=multi_step))
+    everything._runs_ahead = ahead
     assert tokens_of(everything, requests) == expected
 
 
@@ -211,11 +216,33 @@ def test_prompt_logprobs_come_before_multi_step_tokens(prompt: tuple[int, ...]) 
 
 
 @pytest.mark.usefixtures("recorded")
-def test_tokens_after_a_stop_token_are_dropped() -> None:
+def test_steps_run_ahead_of_the_host_until_the_batch_changes() -> None:
+    engine = Engine(model_of("gpt2"), EngineConfig(compile=True, multi_step=4))
+    engine._runs_ahead = True
+    request = Request(prompt_ids=(1, 2), max_new_tokens=22, sampling=SamplingParams(temperature=0))
+
+    def step() -> tuple[int, bool]:
+        return len(engine.step()), engine._launched is not None
+
+    engine.add_request(request)
+    assert [step() for _ in range(3)] == [(1, False), (4, True), (4, True)]
+    second = engine.add_request(replace(request, prompt_ids=(3, 4)))
+    # It is admitted when the launched steps have been read.
+    assert [step() for _ in range(3)] == [(4, False), (2, False), (8, True)]
+    engine.abort(second)
+    assert step() == (4, False)
+    assert not engine.busy
+    assert engine.stats().free_blocks == engine.stats().blocks
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_tokens_after_a_stop_token_are_dropped(ahead: bool) -> None:
     model = model_of("llama")
     text = generate(model, [5, 6, 7], max_new_tokens=30, temperature=0)
     stop = next(token for token in text[3:] if token not in text[:3])
     engine = Engine(model, EngineConfig(compile=True, multi_step=8))
+    engine._runs_ahead = ahead
     request = Request(
         prompt_ids=(5, 6, 7), max_new_tokens=30, sampling=SamplingParams(temperature=0), stop_ids=frozenset({stop})
     )
