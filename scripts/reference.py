@@ -48,7 +48,7 @@ def settings() -> Iterator[str]:
         if section in docs:
             yield f"{docs[section]}\n"
         elif section.endswith("[]"):
-            yield f"Any number of tables `[[{section.removesuffix('[]')}]]`.\n"
+            yield f"You can add any number of `[[{section.removesuffix('[]')}]]` tables.\n"
         yield from table(("setting", "type", "default", "description"), map(setting_row, members))
 
 

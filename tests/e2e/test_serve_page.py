@@ -193,7 +193,7 @@ def test_a_base_model_opens_in_complete_mode(page: Page, server: ServerProcess):
     assert facts[facts.index("Type") + 1] == "Base model"
     page.set("temperature", "0")
     page.set("max_tokens", "12")
-    assert page.find("greeting").text == "Continue a text with tiny"
+    assert page.find("greeting").text == "Complete text with tiny"
     assert "The text may be wrong." in page.browser.find_element(By.CSS_SELECTOR, ".hint").text
     example = page.browser.find_element(By.CSS_SELECTOR, "#examples button")
     assert example.text == "Once upon a time"

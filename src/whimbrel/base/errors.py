@@ -82,7 +82,7 @@ class OptimizerError(WhimbrelError, ValueError):
 
 
 class NoSparseGradientError(OptimizerError, RuntimeError):
-    """An optimizer that needs dense gradients got a sparse one."""
+    """Raised if an optimizer that needs dense gradients gets a sparse one."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(

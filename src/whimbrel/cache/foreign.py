@@ -44,7 +44,7 @@ _TORCH_BITS = {1: torch.uint8, 2: torch.uint16}
 def register_foreign(foreign: type, to_torch: Callable[[Any], Tensor], from_torch: FromTorch) -> None:
     """Convert between `foreign` and torch with these functions, in preference to any protocol that the type supports.
 
-    Applies to subclasses, too; the most specific type wins. Registering a type again replaces its functions.
+    This applies to subclasses too; the most specific type wins. Registering a type again replaces its functions.
     """
     if foreign is Tensor or not isinstance(foreign, type):
         raise ConfigError(f"register_foreign: expected a class other than torch.Tensor, got {foreign!r}")

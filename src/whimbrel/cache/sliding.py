@@ -14,7 +14,7 @@ __all__ = ["SinkLayer", "SlidingLayer"]
 
 
 class SlidingLayer(BufferedLayer):
-    """Stores the last `sliding_window` tokens: a token is visible to itself and the `sliding_window - 1` after it.
+    """Stores the last `sliding_window` tokens: a token is visible to itself and the next `sliding_window - 1` tokens.
 
     The window advances through a buffer 1.5 times its size and is moved back to the front when it reaches the end. So
     stored tokens are always contiguous and in order, unlike in a ring buffer, at an amortized two copies per token.

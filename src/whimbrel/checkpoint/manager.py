@@ -576,7 +576,7 @@ def _current_world() -> World:
 
 
 def rank_by_metric(run: Path, *, greater_is_better: bool) -> list[tuple[float, Path]]:
-    """The checkpoints of a run with a metric that is not NaN, best first; among equals the older first."""
+    """The checkpoints of a run whose metric is not NaN, best first; of equal ones, the older first."""
     entries = {}
     for step, path in list_checkpoints(run).items():
         with contextlib.suppress(CheckpointError):  # reported when it is loaded

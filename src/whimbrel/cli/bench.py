@@ -23,12 +23,12 @@ def bench(
     options: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Options of its script, after --, such as -- --data DIR. They override the published ones."
+            help="Options for the benchmark script, after --, such as -- --data DIR. They override the published ones."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the results. (default: NAME.json)")] = None,
 ) -> None:
-    """Run one of the published benchmarks, and write its results as JSON with hardware, versions and commit.
+    """Run one of the published benchmarks, and write its results, hardware, versions and commit to a JSON file.
 
     Without a name, lists the benchmarks and what they need. They are part of the repository: run this in a clone.
     """

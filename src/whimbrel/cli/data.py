@@ -37,8 +37,8 @@ def prepare(
     source: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Parquet, jsonl or text files (also .gz, .zst), directories, globs, owner/dataset[:config] on the "
-            "Hub, or shakespeare. With --total-tokens it may be omitted: the default is FineWeb sample-10BT.",
+            help="Text or jsonl files (also as .gz or .zst), parquet files, directories, globs, owner/dataset[:config] "
+            "on the Hub, or shakespeare. With --total-tokens, it defaults to FineWeb sample-10BT.",
         ),
     ] = None,
     out_dir: Annotated[
@@ -61,11 +61,11 @@ def prepare(
     separator: Separator = None,
     encoding: Encoding = "utf-8",
     skip_bad: SkipBad = False,
-    name: Annotated[str | None, typer.Option(help="Prefix of the shard file names. (default: from SOURCE)")] = None,
+    name: Annotated[str | None, typer.Option(help="Prefix of shard file names. (default: from SOURCE)")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of tokenizer threads. (default: all cores)")
     ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Tokenize on a Ray cluster instead (extra `ray`).")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Tokenize on a Ray cluster instead (`ray` extra).")] = False,
 ) -> None:
     """Tokenize text into shards for `whimbrel train`.
 

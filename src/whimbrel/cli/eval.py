@@ -21,7 +21,7 @@ __all__ = ["evaluate"]
 Tasks = Annotated[
     str | None,
     typer.Option(
-        help="arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande, gsm8k (comma-separated), or all: every "
+        help="arc_challenge, arc_easy, hellaswag, lambada, piqa, winogrande, gsm8k (comma-separated), or all for every "
         "task except gsm8k."
     ),
 ]
@@ -50,17 +50,18 @@ Multiturn = Annotated[
     bool | None,
     typer.Option(
         "--multiturn/--no-multiturn",
-        help="With --chat: few-shot examples are turns of the conversation (default), or part of one user message.",
+        help="With --chat: make few-shot examples turns of the conversation (default), or part of one user message.",
     ),
 ]
 MaxNewTokens = Annotated[
-    int | None, typer.Option(min=1, help="Maximum number of tokens of a generated answer. (default: 256)")
+    int | None, typer.Option(min=1, help="Maximum number of tokens in a generated answer. (default: 256)")
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option(help="Stop string of generated answers, instead of the task's; can be repeated.")
+    list[str] | None, typer.Option(help="Stop string for generated answers, instead of the task's; can be repeated.")
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Evaluate only the first N items of each task, or documents of each text.")
+    int | None,
+    typer.Option(min=1, help="Evaluate only the first N items of each task and the first N documents of each text."),
 ]
 BatchSize = Annotated[
     int | None, typer.Option(min=1, help="Maximum number of sequences per forward pass. (default: as many as fit)")
@@ -93,7 +94,7 @@ def evaluate(
     base: Base = None,
     out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")] = None,
     log_samples: Annotated[
-        bool, typer.Option("--log-samples", help="Include every prompt with its scores or answer in --out.")
+        bool, typer.Option("--log-samples", help="Also write every prompt, with its scores or answer, to --out.")
     ] = False,
 ) -> None:
     """Evaluate a model: accuracy on multiple-choice tasks, exact match of generated answers, bits per byte of text.

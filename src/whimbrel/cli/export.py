@@ -54,7 +54,7 @@ def finalize(
     out: Annotated[Path, typer.Argument(help="The new model directory.")],
     quantize: FinalRecipe = None,
     quantize_embeddings: Annotated[
-        bool, typer.Option("--quantize-embeddings", help="Quantize the token embedding and the head too.")
+        bool, typer.Option("--quantize-embeddings", help="Also quantize the token embedding and the head.")
     ] = False,
     checkpoint: Annotated[
         str | None,
@@ -66,7 +66,9 @@ def finalize(
     data: HeldOutData = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of held-out tokens.")] = MAX_TOKENS,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja chat template.")] = None,
-    generation_config: Annotated[Path | None, typer.Option(help="A JSON file like generation_config.json.")] = None,
+    generation_config: Annotated[
+        Path | None, typer.Option(help="A JSON file in the format of generation_config.json.")
+    ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="max_new_tokens to store in the generation config.")
     ] = None,
@@ -85,8 +87,8 @@ def finalize(
 ) -> None:
     """Prepare a model for publishing: quantize it and add a tokenizer, chat template, generation config and model card.
 
-    The held-out loss before and after the conversion is printed, and recorded in README.md and finalize.json. A run
-    with adapters becomes a PEFT directory, or a complete model with --merge.
+    Prints the held-out loss before and after the conversion, and records it in README.md and finalize.json. A run with
+    adapters becomes a PEFT directory, or a complete model with --merge.
     """
     from whimbrel.tokenization.chat_template import read_template
 
@@ -311,9 +313,9 @@ def push(
     """Upload a model to the Hugging Face Hub, with its tokenizer, chat template and a model card.
 
     A run is finalized first, as with `whimbrel finalize`, with the held-out loss in the model card. A directory
-    written by `whimbrel finalize` is uploaded as is; to quantize, run that first. A run with adapters becomes a PEFT
-    repository, or a complete model with --merge. Optimizer state and logs are never uploaded. Log in with `hf auth
-    login`, or set HF_TOKEN. Needs the extra `hub`.
+    written by `whimbrel finalize` is uploaded as is; to quantize a model, run `whimbrel finalize` first. A run with
+    adapters becomes a PEFT repository, or a complete model with --merge. Optimizer state and logs are never uploaded.
+    Log in with `hf auth login`, or set HF_TOKEN. Requires the `hub` extra.
     """
     from tempfile import TemporaryDirectory
 
@@ -365,7 +367,7 @@ def export(
 ) -> None:
     """Export a model: a directory for `transformers` and vLLM, or a GGUF file for llama.cpp and Ollama.
 
-    Quantized weights are dequantized, and adapters merged. GGUF needs the extra `gguf`.
+    Quantized weights are dequantized, and adapters are merged. GGUF requires the `gguf` extra.
     """
     if output_format is not None and (output_format == "gguf") != (out.suffix == GGUF):
         raise ConfigError(

@@ -46,7 +46,7 @@ def finetune(
     weights: Annotated[
         str | None, typer.Option(help="Quantize the frozen weights while loading (QLoRA): int8, int4 or fp8.")
     ] = None,
-    objective: Annotated[str, typer.Option(help="sft, lm (text), dpo or orpo (preference pairs), distill.")] = "sft",
+    objective: Annotated[str, typer.Option(help="sft, lm (text), dpo or orpo (preference pairs), or distill.")] = "sft",
     epochs: Annotated[float | None, typer.Option(help="Passes over the data. (default: 2)")] = None,
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate. (default for sft: 2e-4, or 2e-5 with --full)")
@@ -61,7 +61,7 @@ def finetune(
     ] = None,
     train_on: Annotated[str, typer.Option(help="Turns to train on: assistant, last or all.")] = "assistant",
     too_long: Annotated[
-        str, typer.Option(help="Samples longer than the sequence length: truncate or drop.")
+        str, typer.Option(help="What to do with samples longer than the sequence length: truncate or drop.")
     ] = "truncate",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip and count invalid samples.")] = False,
     dry_run: Annotated[

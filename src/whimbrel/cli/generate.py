@@ -38,8 +38,8 @@ def generate(
     text: Annotated[
         str | None,
         typer.Argument(
-            help="The prompt; - reads standard input, which is also the default if it is not a terminal. Without a "
-            "prompt, generation starts from BOS.",
+            help="The prompt; - reads it from standard input, which is the default if that is not a terminal. Without "
+            "a prompt, generation starts from BOS.",
             metavar="PROMPT",
         ),
     ] = None,

@@ -45,7 +45,9 @@ Quantize = Annotated[
 KVCacheDtype = Annotated[str, typer.Option(help="KV cache dtype: none (the model's dtype), fp8, int8 or int4.")]
 Compile = Annotated[
     bool,
-    typer.Option("--compile", help="Compile the decode step: slower startup (up to minutes), faster generation."),
+    typer.Option(
+        "--compile", help="Compile the decode step: startup is slower (up to minutes), but generation is faster."
+    ),
 ]
 ParseSpecial = Annotated[
     bool,
@@ -83,11 +85,9 @@ class GenerationOptions:
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Values above 1 penalize tokens that occurred before. (default: the model's, or 1)"),
+        typer.Option(help="Values above 1 penalize tokens that have already occurred. (default: the model's, or 1)"),
     ] = None
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string: generation ends before it; can be repeated.")] = (
-        None
-    )
+    stop: Annotated[list[str] | None, typer.Option(help="End generation before this string; can be repeated.")] = None
     draft: Annotated[
         str | None,
         typer.Option(

@@ -49,7 +49,9 @@ def plot(
     tokens: Annotated[bool, typer.Option("--tokens", help="Use tokens instead of steps on the x-axis.")] = False,
     panels: Annotated[
         str | None,
-        typer.Option(help=f"Panels to plot, in order (comma-separated): {', '.join(LABELS)}. (default: all with data)"),
+        typer.Option(
+            help=f"Panels to plot, in order (comma-separated): {', '.join(LABELS)}. (default: all that have data)"
+        ),
     ] = None,
     smooth: Annotated[
         int | None,
@@ -57,7 +59,7 @@ def plot(
     ] = None,
     open_file: Annotated[bool, typer.Option("--open", help="Open the image in the default viewer.")] = False,
 ) -> None:
-    """Plot loss, learning rate, gradient norm, speed, memory, and the rewards of preference pairs."""
+    """Plot loss, learning rate, gradient norm, speed, memory and, for preference training, rewards."""
     from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
     from whimbrel.base.files import atomic_file
     from whimbrel.train.run_log import RunLog

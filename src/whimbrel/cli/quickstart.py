@@ -68,7 +68,7 @@ def quickstart(
     source: Annotated[
         list[str],
         typer.Argument(
-            help="Text, jsonl or parquet files (also .gz, .zst), directories, globs, or Hub datasets as "
+            help="Text or jsonl files (also as .gz or .zst), parquet files, directories, globs, or Hub datasets as "
             "owner/dataset[:config]; or shakespeare, a text that comes with the package."
         ),
     ],
@@ -77,7 +77,7 @@ def quickstart(
     ] = 10.0,
     depth: Annotated[
         int | None,
-        typer.Option(help="Number of layers, which also sets the width. (default: the best for the time budget)"),
+        typer.Option(help="Number of layers, which also sets the width. (default: chosen for the time budget)"),
     ] = None,
     out_dir: Annotated[
         Path | None,
@@ -86,7 +86,7 @@ def quickstart(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="gpt2, a tokenizer.json, a directory with one, or owner/name on the Hub. (default: train one)"
+            help="gpt2, a tokenizer.json, a directory with one, or owner/name on the Hub. (default: train a new one)"
         ),
     ] = None,
     text_key: TextKey = "text",
@@ -96,11 +96,11 @@ def quickstart(
     plain: Plain = False,
     watch: Watch = None,
 ) -> None:
-    """Train a model on your text, with sizes chosen to suit the text, the machine and the time budget.
+    """Train a model on your text, at a size that suits the text, the machine and the time budget.
 
     Trains a tokenizer, measures the training speed of a few model sizes, chooses the one with the lowest predicted
-    loss, writes the config to OUT_DIR.toml, trains, evaluates on held-out text and generates a sample. Rerun the same
-    command to resume.
+    loss, writes the config to OUT_DIR.toml, trains the model, evaluates it on held-out text and generates a sample.
+    Rerun the same command to resume.
     """
     start = time.monotonic()
     from whimbrel.base.errors import ConfigError

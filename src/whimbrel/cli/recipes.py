@@ -30,11 +30,11 @@ def complete_config(incomplete: str) -> list[str]:
 
 
 def recipes() -> None:
-    """List the built-in recipes: configurations to run by name, or to copy and edit.
+    """List the built-in recipes: configs that you can run by name, or copy and edit.
 
     Model sizes are in parameters; losses are final validation losses per token. Losses and times were measured on the
-    data and hardware named in the recipe; memory marked with ~ is predicted. A dash stands for figures that depend on
-    your model and data, or were not measured.
+    data and hardware stated in the recipe; memory marked with ~ is predicted. A dash means that the value depends on
+    your model and data, or was not measured.
     """
     rows = recipe_rows()
     print_table(("recipe", "model", "data", "loss", "memory", "time"), (row[:-1] for row in rows))

@@ -23,8 +23,8 @@ def runs(
 ) -> None:
     """List runs and their state: running, finished, stopped or dead (killed).
 
-    To resume a stopped or dead run, rerun its command. "other host" is a run on another machine, "other user" an
-    unfinished run of another user.
+    To resume a stopped or dead run, rerun its command. The state is "other host" for a run on another machine, and
+    "other user" for an unfinished run of another user.
     """
     from whimbrel.cli.terminal import print_table
     from whimbrel.train.run_log import find_runs
@@ -74,7 +74,7 @@ def control(
 ) -> None:
     """Show the status of a running training job, or make it save, stop or abort.
 
-    The action takes effect after the current step. stop ends the run as if it had reached its last step, with the
+    The action takes effect after the current step. stop ends the run as if this were its last step, with the
     configured evaluation and checkpoint; save-stop saves a checkpoint and ends the run without an evaluation; abort
     ends the run without either.
     """
@@ -108,7 +108,7 @@ def _status_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Two or more run directories, or their log.jsonl files.")],
 ) -> None:
-    """Show which settings differ, the losses and speed of each run, and whether the losses are bit-identical."""
+    """Compare runs: which settings differ, the losses and speed of each, and whether the losses are bit-identical."""
     from whimbrel.base.errors import ConfigError, DataError
     from whimbrel.cli.terminal import print_table
     from whimbrel.train.run_log import RunLog

@@ -46,12 +46,12 @@ def serve(
         typer.Option(
             envvar=KEY_VARIABLE,
             show_envvar=True,
-            help="API key that clients must send. Set the environment variable to keep it out of process listings.",
+            help="API key that clients must send. Use the environment variable to keep it out of process listings.",
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Allow requests for this host name; '*' allows any; can be repeated."),
+        typer.Option(help="Allow requests for this host name, or '*' for any; can be repeated."),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Model id in the API. (default: the name of the model's directory)")
@@ -69,12 +69,12 @@ def serve(
     ] = None,
     max_requests: Annotated[int, typer.Option(help="Maximum number of requests, running or waiting.")] = 256,
     max_connections: Annotated[
-        int, typer.Option(help="Maximum number of open connections; fewer if the open-file limit is too low.")
+        int, typer.Option(help="Maximum number of open connections; lower if the open-file limit requires it.")
     ] = 1024,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(help="Maximum prompt length in tokens. (default: the context length minus 1)")
     ] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="Maximum size of a request body.")] = 4 * 1024**2,
+    max_body_bytes: Annotated[int, typer.Option(help="Maximum size of a request body, in bytes.")] = 4 * 1024**2,
     drain_seconds: Annotated[float, typer.Option(help="Seconds to wait for running requests on shutdown.")] = 30.0,
     device: Device = None,
     tokenizer: TokenizerPath = None,

@@ -83,16 +83,17 @@ def train(
         int, typer.Option(help="Restart all processes up to N times if one fails; they resume from a checkpoint.")
     ] = 0,
     settings: Annotated[
-        bool, typer.Option("--settings", is_eager=True, callback=_list_settings, help="List every setting and exit.")
+        bool, typer.Option("--settings", is_eager=True, callback=_list_settings, help="List all settings and exit.")
     ] = False,
 ) -> None:
     """Train a model.
 
     `whimbrel recipes` lists the recipes. Override any setting with --section.name=value; the value none turns off an
-    optional one. If the output directory contains a run, training resumes from its newest checkpoint. Ctrl-C finishes
-    the step, saves and stops.
+    optional setting. If the output directory contains a run, training resumes from its newest checkpoint. Ctrl-C
+    finishes the current step, saves a checkpoint and stops.
 
-    Uses all visible GPUs (docs/distributed.md). On multiple nodes, run torchrun ... -m whimbrel train CONFIG on each.
+    Uses all visible GPUs (see docs/distributed.md). To train on multiple nodes, run torchrun ... -m whimbrel train
+    CONFIG on each of them.
     """
     if sys.stderr.isatty():
         typer.echo("Loading PyTorch", err=True)  # takes seconds, on a busy machine many
@@ -233,14 +234,18 @@ def memory(
         list[str] | None, typer.Option(help="Compare with this optimizer only, instead of all; can be repeated.")
     ] = None,
     parameters: Annotated[
-        bool, typer.Option("--parameters", help="List the optimizer and state of each parameter.")
+        bool,
+        typer.Option(
+            "--parameters", help="Also list the optimizer and the size of its state for each kind of parameter."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Predict the peak memory of a training step for the run's optimizer and for all others.
+    """Predict the peak memory of a training step, for the run's own optimizer and for all others.
 
-    The step runs on fake tensors, so it needs neither the device nor its memory. Override any setting with
-    --section.name=value. With several processes (--nproc 64 --parallel.strategy=fsdp), the prediction is for one rank.
+    The step runs on fake tensors (shapes without data), so it needs neither the device nor its memory. Override any
+    setting with --section.name=value. With several processes (--nproc 64 --parallel.strategy=fsdp), the prediction is
+    for one rank.
     """
     from whimbrel.base.errors import ConfigError
     from whimbrel.config import did_you_mean

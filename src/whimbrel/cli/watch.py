@@ -43,19 +43,19 @@ def watch(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8001,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=KEY_VARIABLE, show_envvar=True, help="Key that protects the page. (default: random)"),
+        typer.Option(envvar=KEY_VARIABLE, show_envvar=True, help="Key that protects the page. (default: a random key)"),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Allow requests for this host name; '*' allows any; can be repeated."),
+        typer.Option(help="Allow requests for this host name, or '*' for any; can be repeated."),
     ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the default browser.")] = False,
     inherited_socket: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Show runs on a live page: loss, learning rate, gradient norm, speed, memory and samples.
 
-    New runs and new steps appear without a reload. The printed link contains the key. From the page, you can
-    also save and stop runs that you own. Ctrl-C closes the page; runs continue.
+    New runs and new steps appear without a reload. The printed link contains the key. On the page, you can also save
+    and stop your own runs. Ctrl-C stops serving the page; the runs continue.
     """
     from whimbrel.server import ServeConfig
 

@@ -41,7 +41,7 @@ Fill = Callable[[int, NDArray[Any]], NDArray[np.int64] | None]
 
 
 class TokenDataLoader:
-    """Reads the shards of one split as an endless stream of tokens.
+    """Reads the shards of one split as an infinite stream of tokens.
 
     A global batch is the next `world_size * B` sequences of `T` tokens; rank r gets sequences r*B to (r+1)*B. The
     position counts tokens of the global stream, so it stays valid if the batch size or the number of ranks changes.
@@ -51,8 +51,9 @@ class TokenDataLoader:
     returns the document ids for the attention mask; "pack" starts sequences at document boundaries and never splits a
     document that fits into T tokens; the rest of a sequence is padding that the loss ignores.
 
-    `eot_id` is the token that starts a document. Default: the manifest's, or without a manifest GPT-2's (uint16 shards)
-    or Llama 3's (uint32). `verify` compares each shard with the sha256 in the manifest when it is first read.
+    `eot_id` is the token that starts a document. Default: the id in the manifest, or without a manifest that of GPT-2
+    (uint16 shards) or Llama 3 (uint32). `verify` compares each shard with the SHA-256 in the manifest when it is first
+    read.
     """
 
     def __init__(

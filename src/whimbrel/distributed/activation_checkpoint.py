@@ -100,7 +100,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: str | float, *, compi
 
 
 def activation_memory_budget(mode: str | float) -> AbstractContextManager[Any]:
-    """Context in which torch.compile stores at most the fraction `mode` of activations; no effect for a named mode."""
+    """Context in which torch.compile stores at most the fraction `mode` of activations; named modes have no effect."""
     if not isinstance(mode, float):
         return contextlib.nullcontext()
     import torch._functorch.config as functorch  # imports the compiler stack

@@ -36,15 +36,16 @@ class ParallelConfig:
 
     strategy: Strategy | None = None
     """ddp: replicate the model; fsdp: shard it; hsdp: shard within a node, replicate across nodes; pipeline: split the
-    layers; diloco: synchronize replicas every sync_every steps; auto: the fastest that fits. Default: ddp."""
+    layers; diloco: synchronize replicas every sync_every steps; auto: choose by predicted memory and step time.
+    Default: ddp."""
     dp_replicate: int | None = None
     """Number of replicas of the model."""
     dp_shard: int | None = None
-    """Number of ranks that the parameters, gradients and optimizer state of a replica are sharded over (FSDP)."""
+    """Number of ranks that the parameters, gradients and optimizer state of a replica are sharded across (FSDP)."""
     tp: int | None = None
     """Tensor parallelism: number of ranks that compute each layer together."""
     pp: int | None = None
-    """Pipeline parallelism: number of ranks that the layers are split over."""
+    """Pipeline parallelism: number of ranks that the layers are split across."""
     reshard_after_forward: bool = True
     """fsdp: free gathered parameters after the forward pass and gather them again in backward."""
     cpu_offload: bool = False
@@ -52,17 +53,18 @@ class ParallelConfig:
     param_dtype: Literal["bf16", "fp16"] | None = None
     """fsdp: gather parameters and compute in this dtype; gradients are reduced in fp32."""
     pipeline_schedule: PipelineSchedule = "1f1b"
-    """Order of forward and backward passes of the micro-batches (train.accumulation) in a pipeline."""
+    """Order in which a pipeline runs the forward and backward passes of micro-batches (see train.accumulation)."""
     timeout: float = 600.0
-    """Timeout of collective operations in seconds."""
+    """Timeout of collective operations, in seconds."""
     sync_every: int = 50
-    """diloco: inner steps between synchronizations."""
+    """diloco: number of steps between synchronizations."""
     outer_lr: float = 0.8
     """diloco: learning rate of the outer Nesterov optimizer; 1 without momentum averages the workers."""
     outer_momentum: float = 0.6
     """diloco: momentum of the outer Nesterov optimizer; the paper uses 0.9 with outer_lr = 0.7 in long runs."""
     fragments: int = 1
-    """diloco: number of parts of the model, which are synchronized in turn (Streaming DiLoCo); 1: all at once."""
+    """diloco: number of parts that the model is divided into, which are synchronized in turn (Streaming DiLoCo); 1: all
+    at once."""
     delta_dtype: Literal["int8"] | None = None
     """diloco: quantize the exchanged parameter deltas; default: fp32."""
     delta_rank: int | None = None

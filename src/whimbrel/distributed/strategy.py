@@ -153,7 +153,7 @@ def _fully_shard(model: nn.Module, world: World, config: ParallelConfig) -> None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model without the wrappers of DDP, pipelines and torch.compile."""
+    """The model, without wrappers of DDP, pipelines and torch.compile."""
     inner: Any = getattr(model, "_orig_mod", model)
     module: nn.Module = inner.module if type(inner).__name__ in WRAPPERS else inner
     return module

@@ -43,7 +43,7 @@ BATCH_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextResult:
-    """Log-likelihood of a text, and the metrics derived from it."""
+    """The log-likelihood of a text, and metrics derived from it."""
 
     documents: int
     tokens: int
@@ -80,7 +80,7 @@ def perplexity(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> TextResult:
-    """Score documents, each after BOS, every token once; at most the first `limit`.
+    """Score every token of each document once, after BOS; `limit` is the maximum number of documents.
 
     A document longer than the model's context is scored in windows (see `scoring.windows`). Memory does not grow with
     the text.

@@ -94,7 +94,7 @@ class Stats:
 
 
 class Engine:
-    """`add_request` at any time, call `step` while `busy`, `abort` requests that are no longer needed.
+    """Call `add_request` at any time, `step` while `busy`, and `abort` for requests that are no longer needed.
 
     The output of a request does not depend on what else is in the batch. With `adapters`, by name, each request selects
     one or none; the engine then uses a copy of `model` that shares its weights. Not thread-safe.

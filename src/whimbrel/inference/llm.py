@@ -61,7 +61,7 @@ class RequestOutput:
 
 
 class LLM:
-    """Generates text with the engine: batched, paged, on a GPU with CUDA graphs, optionally compiled.
+    """Generates text with the inference engine: in batches, with a paged KV cache, and on a GPU with CUDA graphs.
 
     `model` is a `GPT`, or a path: a run (its newest checkpoint), a model or adapter directory, or a llama2.c file. With
     a path (or what `open_model` returns), the tokenizer, the end-of-text tokens and the default sampling parameters

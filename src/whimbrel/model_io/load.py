@@ -153,7 +153,7 @@ def open_model(
     *,
     base: str | os.PathLike[str] | ModelLocation | None = None,
 ) -> ModelSource:
-    """Read everything but the weights, so that errors surface before weights are loaded.
+    """Read everything except the weights, so that errors are raised before weights are loaded.
 
     `base` is the base model of an adapter, if it has moved since training.
     """

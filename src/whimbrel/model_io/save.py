@@ -163,7 +163,7 @@ def export_hf(
     base: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write an unquantized copy of a run, checkpoint or model directory atomically, in `dtype` or the stored dtype.
+    """Write an unquantized copy of a run, checkpoint or model directory, atomically, in `dtype` or the stored dtype.
 
     An adapter is merged with its base model.
     """

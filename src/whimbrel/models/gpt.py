@@ -476,8 +476,8 @@ class GPTStage(nn.Module):
 def resize_vocabulary(model: GPT, vocab_size: int) -> GPT:
     """Add rows to embedding and head for new token ids, in place; returns the model.
 
-    New rows are the mean of the existing ones (computed in fp32), so that new tokens start as plausible as an average
-    token. Weights of existing tokens do not change; a tied head stays tied, and the rows are padded to
+    New rows are initialized to the mean of the existing ones (computed in fp32), so that new tokens start out as likely
+    as an average token. Weights of existing tokens do not change; a tied head stays tied, and the rows are padded to
     `config.vocab_multiple` again. Parameters that need more rows are replaced: call it before building an optimizer.
     """
     config = model.config

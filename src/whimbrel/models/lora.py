@@ -328,10 +328,11 @@ def apply_lora(
 ) -> None:
     """Add adapters in place and freeze all other parameters. The model computes the same function as before.
 
-    Adapters are on the device of the weights, in `dtype` regardless of the weights' dtype. On the meta device, call
-    `initialize_lora` after the weights are allocated and loaded. `ranks` has rank and alpha of modules (by full Hugging
-    Face name) whose values differ from `config`. `tokens` has the ids of tokens whose rows in the embedding or the
-    head are trained, by module (`token_modules`); a tied head has the rows of the embedding.
+    Adapters are created on the device of the weights, in `dtype` regardless of the weights' dtype. If that is the meta
+    device, call `initialize_lora` after the weights are allocated and loaded. `ranks` contains the rank and alpha of
+    modules (by full Hugging Face name) for which they differ from `config`. `tokens` contains, by module
+    (`token_modules`), the ids of tokens whose rows in the embedding or the head are trained; a tied head shares the
+    rows of the embedding.
     """
     if any(True for _ in lora_linears(model)):
         raise ConfigError("expected a model without adapters, got one with adapters: merge_lora or remove_lora first")
@@ -414,7 +415,7 @@ def lora_adapters(model: nn.Module) -> Iterator[tuple[LoraLinear, LoraAdapter]]:
 
 
 def lora_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters and of trainable tokens, by name: all that are trained."""
+    """The parameters of the adapters and of trainable tokens, by name. No other parameters are trained."""
     for name, linear in lora_linears(model):
         yield from linear.adapters.named_parameters(f"{name}.adapters")
     for name, module in trainable_tokens(model).items():
@@ -428,7 +429,7 @@ def find_lora_config(model: nn.Module) -> LoraConfig | None:
 
 @contextmanager
 def lora_disabled(model: nn.Module) -> Iterator[None]:
-    """Within the context, the model computes the function of its base weights: the reference model of DPO."""
+    """Context in which the model runs without its adapters, as the reference model of DPO."""
     modules = [*(linear for _, linear in lora_linears(model)), *trainable_tokens(model).values()]
     enabled = [module for module in modules if module.enabled]
     try:

@@ -105,7 +105,7 @@ class OptimConfig:
     name: OptimizerName = "adamw"
     """Optimizer; all except adamw and adamw8bit apply to hidden matrices and use AdamW for other parameters."""
     lr: float = 3e-4
-    """Peak learning rate; with muon, of the hidden matrices."""
+    """Peak learning rate; with muon, that of the hidden matrices."""
     embedding_lr: float | None = None
     """Peak learning rate of the embeddings; default: lr."""
     head_lr: float | None = None
@@ -117,19 +117,20 @@ class OptimConfig:
     eps: float = 1e-8
     """Adam's eps."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, multiplied by the learning rate."""
+    """Decoupled weight decay, which is multiplied by the learning rate."""
     decay_params: Literal["all", "matrices", "hidden"] = "matrices"
     """Parameters that weight decay applies to: all, those with two or more dimensions, or only hidden matrices."""
     momentum: float = 0.95
     """Muon's momentum."""
     momentum_start: float | None = None
-    """Muon's momentum at the first step, increasing to momentum over momentum_warmup steps; default: momentum."""
+    """Muon's momentum at the first step, which increases to momentum over momentum_warmup steps; default: momentum."""
     momentum_warmup: int = 0
-    """Steps over which Muon's momentum increases."""
+    """Number of steps over which Muon's momentum increases."""
     rank: int | None = None
     """Rank of the subspace of hidden matrices; default: 128 (1 with apollo_mini)."""
     gap: int | None = None
-    """Steps between basis refreshes; default: 200 (10 with galore_warm)."""
+    """Number of steps between basis refreshes (computations of a new basis for the subspace); default: 200 (10 with
+    galore_warm)."""
     lazy: bool | None = None
     """With galore_warm: double the gap while the basis hardly changes, and halve it while it changes a lot; default:
     false."""
@@ -137,7 +138,7 @@ class OptimConfig:
     """With galore_warm: how moments move to a new basis: first (project the first moment), both (project both), align
     (rotate the new basis toward the old one) or keep (leave them unchanged); default: first."""
     scale: float | None = None
-    """Scale of low-rank updates; default: 0.25 with galore, qgalore, fira; sqrt(128) with apollo_mini; else 1."""
+    """Factor for low-rank updates; default: 0.25 with galore, qgalore, fira; sqrt(128) with apollo_mini; else 1."""
     side: Literal["right", "left", "std", "cheapest"] | None = None
     """With galore_warm: side of a matrix to project: right (columns), left (rows), std (the shorter side) or cheapest
     (least memory); default: right."""
@@ -147,8 +148,8 @@ class OptimConfig:
     basis_store: Literal["fp32", "bf16", "int8", "int4"] | None = None
     """With galore_warm: storage format of the basis of a subspace; default: fp32."""
     start: Literal["gradient", "random"] | None = None
-    """With galore_warm: the first basis: gradient (computed from the first gradient) or random (replaced within the
-    first steps); default: gradient, or random with train.optimizer_in_backward."""
+    """With galore_warm: where the first basis comes from: gradient (computed from the first gradient) or random
+    (replaced within the first steps); default: gradient, or random with train.optimizer_in_backward."""
     projection_type: Literal["std", "reverse_std", "right", "left", "full"] | None = None
     """With galore: side of a matrix to project; default: std, the shorter side."""
     groups: tuple[GroupConfig, ...] = ()

@@ -31,20 +31,21 @@ class ScheduleConfig:
     """Schedule after the warmup; wsd (warmup-stable-decay) is constant until its cooldown, and all others except
     constant decay immediately."""
     warmup_steps: int | float = 0
-    """Warmup steps; a float below 1 is a fraction of the run, rounded up."""
+    """Number of warmup steps; a float below 1 is a fraction of the run, rounded up."""
     warmup_start: float | None = None
-    """Learning rate factor at the first warmup step. With the default, the factor reaches 1 at the last warmup step; if
-    set, at the step after it; default: 1/warmup_steps."""
+    """Learning rate at the first warmup step, as a fraction of the peak. With the default, the peak is reached at the
+    last warmup step; if set, at the step after it; default: 1/warmup_steps."""
     warmup_shape: Shape | None = None
     """Shape of the warmup from warmup_start; default: linear."""
     cooldown: float = DEFAULT_COOLDOWN
     """With wsd: fraction of the run over which the learning rate decays."""
     cooldown_steps: int | None = None
-    """With wsd: steps over which the learning rate decays; default: cooldown times the run."""
+    """With wsd: number of steps over which the learning rate decays; default: cooldown times the number of steps."""
     cooldown_shape: Shape | None = None
     """With wsd: shape of the decay; default: linear."""
     stable_steps: int | None = None
-    """With wsd: steps between warmup and cooldown; min_lr_ratio applies after both; default: the rest of the run."""
+    """With wsd: number of steps between warmup and cooldown; after the cooldown, the learning rate stays at
+    min_lr_ratio; default: the rest of the run."""
     min_lr_ratio: float = 0.0
     """Learning rate at the end of the decay, as a fraction of the peak."""
     cycles: float | None = None
@@ -53,7 +54,8 @@ class ScheduleConfig:
     power: float | None = None
     """With polynomial: exponent of the remaining fraction of steps; default: 1."""
     timescale: int | None = None
-    """With inverse_sqrt: the factor is 1/sqrt(2) this many steps after the warmup; default: warmup_steps."""
+    """With inverse_sqrt: number of steps after the warmup at which the learning rate is 1/sqrt(2) of its peak; default:
+    warmup_steps."""
 
     def __post_init__(self) -> None:
         check_choices("schedule", self)

@@ -122,7 +122,7 @@ def torch_flags(
     deterministic: bool = False,
     default_dtype: str | None = None,
 ) -> Iterator[None]:
-    """Set flags within the context and restore them afterwards. None and False leave a flag unchanged.
+    """Context that sets flags and restores them at the end. None and False leave a flag unchanged.
 
     `deterministic` allows only deterministic kernels. `default_dtype` is only meant for constructing a model.
     """

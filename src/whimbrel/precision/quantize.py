@@ -179,7 +179,7 @@ def quantize_(
 
 @torch.no_grad()
 def dequantize_(model: nn.Module) -> None:
-    """Replace quantized weights by dense ones, in place.
+    """Replace quantized weights with dense ones, in place.
 
     They require gradients again, except for those that were frozen before they were quantized.
     """
@@ -226,7 +226,7 @@ def _swap_failure(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def swap_on_conversion() -> Iterator[None]:
-    """Within the context, torch swaps parameters when a module is converted or loaded.
+    """Context in which torch swaps parameters when a module is converted or loaded.
 
     Quantized weights stay quantized without it. With it, a dense module that loads a quantized checkpoint with
     `assign=True` stays dense, too.

@@ -221,7 +221,7 @@ def prepare(
 
 
 def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | None = None) -> nn.Module:
-    """Convert a trained model to its final form: standard linear layers, with quantized weights if the recipe has them.
+    """Convert a trained model to its final form: standard linear layers, quantized if the recipe says so.
 
     After QAT, the layers that were fake-quantized are quantized; otherwise all layers except the recipe's `skip`. The
     argument `skip` overrides both.

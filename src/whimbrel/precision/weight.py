@@ -33,7 +33,7 @@ OPERATIONS: dict[Any, Handler] = {}
 
 
 class QuantizedWeight(Tensor):
-    """Codes, scales and their format. With `transposed`, the transpose of the weight, over the same codes."""
+    """A weight stored as codes and scales in a format. With `transposed`, it is transposed, but the codes are not."""
 
     codes: Tensor
     scales: Tensor

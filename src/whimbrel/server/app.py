@@ -167,7 +167,7 @@ class Service:
         return json_response(self._model_card(self._find_model(name)))
 
     async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
-        """Complete one prompt or several."""
+        """Complete one or more prompts."""
         model = self._check_request(body, len(body.prompt))
         max_new_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         prompts = await _run_in_thread(

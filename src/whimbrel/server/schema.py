@@ -335,7 +335,7 @@ class GenerationRequest(StrictModel):
     n: Annotated[int, Field(ge=1, le=MAX_N), INTEGER] | None = None
     """Number of completions per prompt. (default: 1)"""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
-    """Reject the request if a prompt has more tokens. (default: the limit of the server)"""
+    """Reject the request if a prompt has more tokens than this. (default: the server's limit)"""
     stop: Stops | None = None
     """Strings that end a completion; not included in it."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1), INTEGER] | None = None
@@ -360,10 +360,10 @@ class CompletionRequest(GenerationRequest):
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_OPTIONS_REQUIRE_STREAM]})
 
     prompt: Prompts
-    """A string, a list of strings, a list of token ids or a list of token id lists; an empty
-    string starts a new document."""
+    """A string, a list of strings, a list of token ids, or a list of such lists; an empty string
+    starts a new document."""
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER] | None = None
-    """Maximum number of new tokens (default: 16). 0 only scores the prompt, for echo with logprobs."""
+    """Maximum number of new tokens (default: 16). With 0, the prompt is only scored, for echo with logprobs."""
     parse_special: bool | None = None
     """Whether to parse special tokens such as <|im_start|> in a text prompt (default) or treat them as plain text.
     Token ids are used as given, and special tokens in chat messages are never parsed."""
@@ -385,13 +385,13 @@ class Message(StrictModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextContent | None = None
-    """Text, or text parts; null only in a message with tool_calls."""
+    """Text, or a list of text parts; null only in a message with tool_calls."""
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Calls that the assistant made."""
     tool_call_id: str | None = None
-    """In a message of role tool, the id of the call whose result it is."""
+    """In a message with role tool: the id of the call that this is the result of."""
     name: str | None = None
-    """In a message of role tool, the function that was called, for chat templates that use it."""
+    """In a message with role tool: the function that was called, for chat templates that use it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -436,7 +436,7 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Tools | None = None
     """Functions that the model can call, rendered by its chat template."""
     tool_choice: ToolChoice | None = None
-    """With "none", tools are left out. (default: "auto", the model decides)"""
+    """With "none", the tools are omitted; with "auto" (default), the model decides whether to call one."""
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
     """Maximum number of new tokens. (default: the rest of the context)"""
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
@@ -485,7 +485,7 @@ class ModelCard(BaseModel):
     context_length: int
     """Maximum number of tokens, prompt included."""
     num_parameters: int
-    """Number of parameters; for an adapter, of its base model."""
+    """Number of parameters; for an adapter, that of its base model."""
     dtype: str
     """Data type of the weights, or the format they are quantized to."""
     vocab_size: int

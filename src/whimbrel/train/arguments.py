@@ -65,11 +65,11 @@ class MinimalTrainingArguments(ProcessArguments, metaclass=CheckedArguments):
     output_dir: str | None = None
     """Run directory; None: trainer_output."""
     overwrite_output_dir: bool = False
-    """Delete the run in output_dir and restart."""
+    """Delete an existing run in output_dir and start over."""
     per_device_train_batch_size: int = 8
-    """Sequences per forward pass."""
+    """Number of samples per forward pass."""
     per_device_eval_batch_size: int = 8
-    """Sequences per evaluation pass."""
+    """Number of samples per forward pass in evaluation."""
     num_train_epochs: float = 3.0
     """Number of passes over the training data, unless max_steps is set."""
     max_steps: int = -1
@@ -89,11 +89,11 @@ class MinimalTrainingArguments(ProcessArguments, metaclass=CheckedArguments):
     lr_scheduler_type: str = "linear"
     """Learning rate schedule: wsd, or any transformers schedule that depends only on the step."""
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
-    """Further arguments of the schedule, as a dict or JSON; None: {}."""
+    """Additional arguments for the schedule, as a dict or JSON; None: {}."""
     warmup_steps: int | float = 0
-    """Steps of learning rate warmup, or a fraction of the run if below 1."""
+    """Number of learning rate warmup steps, or a fraction of the run if below 1."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches per optimizer step."""
+    """Number of micro-batches per optimizer step."""
     logging_strategy: Interval = "steps"
     """When to log."""
     logging_steps: int | float = 500
@@ -105,7 +105,7 @@ class MinimalTrainingArguments(ProcessArguments, metaclass=CheckedArguments):
     report_to: str | list[str] | None = "none"
     """Where to report metrics: tensorboard, wandb, trackio or a list of them; "none" or None: nowhere."""
     run_name: str | None = None
-    """Run name in wandb and trackio; None: the name of output_dir."""
+    """Name of the run in Weights & Biases and Trackio; None: the name of output_dir."""
     disable_tqdm: bool | None = None
     """Do not print progress."""
     eval_strategy: Interval = "no"
@@ -113,31 +113,31 @@ class MinimalTrainingArguments(ProcessArguments, metaclass=CheckedArguments):
     eval_steps: int | float | None = None
     """Evaluate every N steps, or a fraction of the run if below 1; None: logging_steps."""
     eval_delay: float = 0.0
-    """Skip evaluation before this many steps (epochs with eval_strategy="epoch")."""
+    """Do not evaluate before this many steps (with eval_strategy="epoch": epochs) have passed."""
     save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
     """When to save; best: after each evaluation with a new best metric."""
     save_steps: int | float = 500
     """Save every N steps, or a fraction of the run if below 1."""
     save_total_limit: int | None = None
-    """Number of latest checkpoints to keep; None: all."""
+    """Number of newest checkpoints to keep; None: all."""
     seed: int = 42
     """Seed for weight initialization, data order and all other random numbers."""
     data_seed: int | None = None
     """Seed for shuffling; None: seed."""
     full_determinism: bool = False
-    """Use only deterministic kernels, needed for a bit-exact resume on a GPU; slower."""
+    """Use only deterministic kernels, which a bit-identical resume on a GPU requires; slower."""
     train_sampling_strategy: Literal["random", "sequential"] = "random"
-    """Order of the training examples: reshuffled every epoch, or as in the dataset."""
+    """Order of the training examples: reshuffled every epoch (random), or as in the dataset (sequential)."""
     remove_unused_columns: bool = True
     """Drop columns of a `datasets` dataset that the model's forward does not accept."""
     label_names: list[str] | None = None
     """Names of the label inputs; None: arguments of the model's forward whose names contain "label"."""
     dataloader_num_workers: int = 0
-    """Number of worker processes; 0: load in the training process."""
+    """Number of worker processes; with 0, the training process loads the data."""
     dataloader_pin_memory: bool = True
     """Copy batches through pinned memory when training on a GPU."""
     dataloader_prefetch_factor: int | None = None
-    """Batches prefetched by each worker; None: 2."""
+    """Number of batches that each worker prefetches; None: 2."""
     dataloader_drop_last: bool = False
     """Drop the last incomplete batch of an epoch."""
     torch_compile: bool = False
@@ -151,7 +151,7 @@ class MinimalTrainingArguments(ProcessArguments, metaclass=CheckedArguments):
     gradient_checkpointing: bool = False
     """Recompute the activations of each block in backward."""
     resume_from_checkpoint: bool | str | None = None
-    """Checkpoint to resume from; True or "latest": the latest complete one in output_dir; None: start a new run."""
+    """Checkpoint to resume from; True or "latest": the newest complete one in output_dir; None: start a new run."""
     use_cpu: bool = False
     """Train on the CPU."""
 
@@ -242,9 +242,9 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     """The shared arguments plus those that every Whimbrel trainer accepts."""
 
     parallel: dict[str, Any] | None = None
-    """Settings of the [parallel] section for several processes, as a dict or a ParallelConfig; None: DDP."""
+    """Settings for distributed training (the [parallel] section), as a dict or a ParallelConfig; None: DDP."""
     default_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
-    """Parameter dtype when the model is created; None: the torch default."""
+    """Dtype in which parameters are created; None: the torch default."""
     max_eval_steps: int = -1
     """Maximum number of evaluation batches; -1: all."""
     preserve_best_model: bool = False
@@ -252,7 +252,7 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     best_model_metric: str = "loss"
     """Evaluation metric that determines the best model, with or without the eval_ prefix."""
     best_model_greater_is_better: bool | None = None
-    """Whether a higher metric is better; None: false if its name contains loss or perplexity, else true."""
+    """Whether a higher metric is better; None: false if the metric's name contains loss or perplexity, else true."""
     preserve_n_best: int = 1
     """Number of best checkpoints to keep with preserve_best_model."""
     eval_on_save: bool = False
@@ -270,13 +270,13 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     dynamo_recompile_limit: int | None = None
     """Maximum number of recompilations of one function; None: the torch default."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """Autocast dtype of forward and backward; "no" becomes None."""
+    """Autocast dtype for forward and backward; "no" is the same as None."""
     fp8_recipe: Fp8Recipe | None = None
-    """Run linear layers in fp8, with scales per tensor or per row; gw_hp keeps weight gradients in high precision."""
+    """Run linear layers in fp8, with a scale per tensor or per row; gw_hp keeps weight gradients in high precision."""
     fp8_dim_alignment: int = 16
     """fp8_recipe skips linear layers with a dimension that is not a multiple of this."""
     qat_recipe: QatRecipe | None = None
-    """Quantization-aware training: fake-quantize linear layers as they will be quantized after training."""
+    """Quantization-aware training: fake-quantize linear layers in the format that they will have after training."""
 
     @property
     def metric_for_best_model(self) -> str:
@@ -313,17 +313,19 @@ class TrainingArguments(BaseTrainingArguments):
     optimizer_in_backward: bool = False
     """Free each gradient during backward: project it (low-rank optimizers) or apply it immediately (no clipping)."""
     projected_linears: bool = False
-    """Linear layers compute the projected weight gradient directly; needs optimizer_in_backward."""
+    """Let linear layers compute the projected weight gradient directly; requires optimizer_in_backward."""
     compile_scope: Literal["block", "model"] = "block"
     """With torch_compile: compile one block and reuse it for all, or the model as one graph."""
     resume_skip: tuple[str, ...] | None = None
     """Components not to restore on resume: optimizer, scheduler, dataset, rng, callbacks."""
     save_minutes: float | None = 10.0
-    """Also save this many minutes after the last save; such a checkpoint is deleted once a newer one exists."""
+    """Also save whenever this many minutes have passed since the last save; such a checkpoint is deleted once a newer
+    one exists."""
     async_save: bool = True
     """Write checkpoints in a background thread; training waits only while its state is copied."""
     save_mirror: str | None = None
-    """URL to copy checkpoints to, such as s3://bucket/prefix; a run without local checkpoints resumes from there."""
+    """URL to copy checkpoints to, such as s3://bucket/prefix; a run without local checkpoints resumes from there.
+    Requires the `remote` extra."""
 
     def _check_values(self) -> None:
         super()._check_values()

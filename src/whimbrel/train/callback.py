@@ -30,7 +30,7 @@ EVENTS = (
 
 
 class TrainOutput(NamedTuple):
-    """Result of `train()`: optimizer steps done, mean training loss over them, and totals."""
+    """Result of `train()`: the number of optimizer steps, the mean training loss over them, and totals."""
 
     global_step: int
     training_loss: float
@@ -206,7 +206,7 @@ class TrainerCallback:
 
 
 class StopRequest(NamedTuple):
-    """The first callback (or signal) that requested a stop, at which event, and how ("stop" or "abort")."""
+    """The first callback (or signal) that requested a stop, the event at which it did, and how ("stop" or "abort")."""
 
     callback: str
     event: str

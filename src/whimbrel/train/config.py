@@ -75,28 +75,28 @@ class TrainConfig:
     epochs: float | None = None
     """Number of passes over the training data; may be fractional. Set exactly one of steps, tokens and epochs."""
     tokens_per_step: int | None = None
-    """Tokens per optimizer step, reached by gradient accumulation; default: 524,288, or about 16,384 for fine-tuning
-    samples."""
+    """Number of tokens per optimizer step, reached by gradient accumulation; default: 524,288, or about 16,384 for
+    fine-tuning samples."""
     accumulation: int | None = None
-    """Micro-batches per optimizer step; an alternative to tokens_per_step that needs micro_batch."""
+    """Number of micro-batches per optimizer step; an alternative to tokens_per_step that requires micro_batch."""
     micro_batch: int | None = None
-    """Sequences per forward pass; default: as many as fit in free memory."""
+    """Number of sequences per forward pass; default: as many as fit in free memory."""
     clip: float | None = None
     """Maximum gradient norm; default: no clipping."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 use autocast for forward and backward; weights and optimizer state stay fp32."""
     fp8_recipe: Fp8Recipe | None = None
-    """Run linear layers in fp8, with scales per tensor or per row; gw_hp keeps weight gradients in high precision."""
+    """Run linear layers in fp8, with a scale per tensor or per row; gw_hp keeps weight gradients in high precision."""
     fp8_dim_alignment: int = 16
     """fp8_recipe skips linear layers with a dimension that is not a multiple of this."""
     qat_recipe: QatRecipe | None = None
-    """Quantization-aware training: fake-quantize linear layers as they will be quantized after training."""
+    """Quantization-aware training: fake-quantize linear layers in the format that they will have after training."""
     weight_dtype: Literal["int8"] | None = None
     """Store the weights of linear layers in int8 during training, updated with stochastic rounding."""
     matmul_precision: Literal["highest", "high", "medium"] | None = None
     """Precision of fp32 matmuls: high lets a GPU use TF32; default: the torch default, highest."""
     default_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
-    """Parameter dtype when the model is created; default: the torch default, float32."""
+    """Dtype in which parameters are created; default: the torch default, float32."""
     compile: bool = False
     """Use torch.compile; compiled code is cached on disk between runs."""
     compile_scope: Literal["block", "model"] = "block"
@@ -115,7 +115,7 @@ class TrainConfig:
     optimizer_in_backward: bool = False
     """Free each gradient during backward: project it (low-rank optimizers) or apply it immediately (no clipping)."""
     projected_linears: bool = False
-    """Linear layers compute the projected weight gradient directly; needs optimizer_in_backward."""
+    """Let linear layers compute the projected weight gradient directly; requires optimizer_in_backward."""
     sdpa_backend: SdpaBackend | tuple[SdpaBackend, ...] | None = None
     """Allowed attention kernels; default: chosen by torch."""
     sdpa_set_priority: bool = False
@@ -123,7 +123,7 @@ class TrainConfig:
     detect_anomaly: bool = False
     """Report the operation that produces a NaN gradient; slow."""
     deterministic: bool = False
-    """Use only deterministic kernels, needed for a bit-exact resume on a GPU; slower."""
+    """Use only deterministic kernels, which a bit-identical resume on a GPU requires; slower."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """After a non-finite loss or gradient norm: stop, skip the step, or roll back to the last checkpoint."""
     device: str | None = None
@@ -180,15 +180,15 @@ class ValidationConfig:
     each_epoch: bool = False
     """Validate after each epoch."""
     delay: float = 0.0
-    """Skip validation before this many steps (epochs with each_epoch)."""
+    """Do not validate before this many steps (with each_epoch: epochs) have passed."""
     at_end: bool = True
     """Validate after the last step."""
     tokens: int | None = None
-    """Number of validation tokens, rounded down to complete sequences; default: all."""
+    """Number of validation tokens to use, rounded down to complete sequences; default: all."""
     batches: int | None = None
     """Maximum number of validation batches; default: all."""
     micro_batch: int | None = None
-    """Sequences per validation pass; default: train.micro_batch."""
+    """Number of sequences per forward pass in validation; default: train.micro_batch."""
 
     def __post_init__(self) -> None:
         check_interval("validation.every", self.every)
@@ -208,7 +208,8 @@ class CheckpointConfig:
     every: int | float | None = None
     """Save every N steps, or a fraction of the run if below 1; default: only at the end."""
     every_minutes: float | None = 10.0
-    """Also save this many minutes after the last save; such a checkpoint is deleted once a newer one exists."""
+    """Also save whenever this many minutes have passed since the last save; such a checkpoint is deleted once a newer
+    one exists."""
     each_epoch: bool = False
     """Save after each epoch."""
     when_best: bool = False
@@ -216,20 +217,20 @@ class CheckpointConfig:
     at_end: bool = True
     """Save after the last step, even if the run stops early; a run stopped by a signal always saves."""
     keep: int | None = None
-    """Number of latest checkpoints to keep, in addition to the best; default: all."""
+    """Number of newest checkpoints to keep, in addition to the best; default: all."""
     best: int | None = None
     """Number of best checkpoints to keep; default: none."""
     metric: str = "loss"
     """Validation metric that determines the best checkpoint."""
     greater_is_better: bool | None = None
-    """Whether a higher metric is better; default: false if its name contains loss or perplexity, else true."""
+    """Whether a higher metric is better; default: false if the metric's name contains loss or perplexity, else true."""
     evaluate: bool = False
     """Validate before each save."""
     asynchronous: bool = True
     """Write checkpoints in a background thread; training waits only while its state is copied."""
     mirror: str | None = None
     """URL to copy checkpoints to, such as s3://bucket/prefix; a run without local checkpoints resumes from there.
-    Requires the extra `remote`; credentials come from the environment."""
+    Requires the `remote` extra; credentials come from the environment."""
 
     def __post_init__(self) -> None:
         check_interval("checkpoint.every", self.every)
@@ -255,17 +256,17 @@ class LogConfig:
     tensorboard: bool = False
     """Write TensorBoard events."""
     wandb: bool = False
-    """Log to Weights & Biases; requires the extra `wandb`."""
+    """Log to Weights & Biases; requires the `wandb` extra."""
     trackio: bool = False
-    """Log to trackio; requires the extra `trackio`."""
+    """Log to Trackio; requires the `trackio` extra."""
     run_name: str | None = None
-    """Run name in Weights & Biases and trackio; default: the name of the run directory."""
+    """Name of the run in Weights & Biases and Trackio; default: the name of the run directory."""
     progress: bool = True
     """Print progress."""
     norms: int | None = None
     """Log the norms of each parameter and its gradient every N steps; default: never."""
     profile: tuple[int, int] | None = None
-    """FIRST,END: record a profiler trace of steps FIRST to END - 1."""
+    """FIRST,END: record a profiler trace of the steps from FIRST to END - 1."""
 
     def __post_init__(self) -> None:
         check_interval("log.every", self.every)
@@ -279,9 +280,9 @@ class ResumeConfig:
     """Which checkpoint to resume from, and what to restore."""
 
     path: Path | None = None
-    """Checkpoint to resume from; default: the latest one, see resume.latest."""
+    """Checkpoint to resume from; default: the newest one (see resume.latest)."""
     latest: bool = True
-    """Resume from the latest complete checkpoint in output_dir, if there is one."""
+    """Resume from the newest complete checkpoint in output_dir, if there is one."""
     skip: tuple[str, ...] = ()
     """Components not to restore: optimizer, scheduler, dataset, rng, callbacks."""
 
@@ -291,11 +292,11 @@ class LoaderConfig:
     """Data loading for Python datasets; has no effect on token shards."""
 
     workers: int = 0
-    """Number of worker processes; 0: load in the training process."""
+    """Number of worker processes; with 0, the training process loads the data."""
     pin_memory: bool = True
     """Copy batches through pinned memory when training on a GPU."""
     prefetch_factor: int | None = None
-    """Batches prefetched by each worker; default: 2."""
+    """Number of batches that each worker prefetches; default: 2."""
     drop_last: bool = False
     """Drop the last incomplete batch of an epoch."""
     shuffle: bool = True
@@ -341,7 +342,7 @@ class EmaConfig:
     decay: float | None = None
     """Decay rate of the average per update; default: off."""
     every: int = 1
-    """Steps between updates."""
+    """Number of steps between updates."""
 
     def __post_init__(self) -> None:
         check_positive("ema", self, "every")
@@ -356,17 +357,18 @@ class DivergenceConfig:
     """Detect a diverging training loss."""
 
     action: Literal["stop", "abort"] | None = None
-    """stop (save and end) or abort (end without saving); default: do not check."""
+    """What to do if the loss diverges: stop (save and end) or abort (end without saving); default: do not check."""
     detector: Literal["ema", "window"] = "ema"
-    """ema: a fast moving average far above a slow one; window: the last window far above the best one."""
+    """How to detect divergence: ema (a fast moving average of the loss is far above a slow one) or window (the last
+    window is far above the best one)."""
     threshold: float = 2.0
-    """Increase in the loss, as an absolute difference, that counts as divergence."""
+    """Increase in the loss (as an absolute difference) that counts as divergence."""
     fast: float = 0.1
     """Weight of the latest loss in the fast average."""
     slow: float = 0.01
     """Weight of the latest loss in the slow average."""
     window: int = 10
-    """Steps per window."""
+    """Number of steps per window."""
 
     def __post_init__(self) -> None:
         check_positive("divergence", self, "threshold", "fast", "slow", "window")
@@ -390,11 +392,11 @@ class TrainerConfig:
     output_dir: Path
     """Run directory for config.toml, logs and checkpoints; an existing run in it is resumed."""
     overwrite_output_dir: bool = False
-    """Delete the run in output_dir and restart."""
+    """Delete an existing run in output_dir and start over."""
     train: TrainConfig
     """Run length, batch size, precision and memory."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimizer."""
+    """Optimizer and its hyperparameters."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate schedule."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -404,9 +406,9 @@ class TrainerConfig:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     """Which checkpoint to resume from, and what to restore."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """Data loading for Python datasets."""
+    """Data loading for Python datasets; has no effect on token shards."""
     log: LogConfig = field(default_factory=LogConfig)
-    """Logging."""
+    """Logging; log.jsonl always has the metrics of every step."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     """Stop when the validation metric stops improving."""
     ema: EmaConfig = field(default_factory=EmaConfig)
@@ -429,18 +431,19 @@ class DataConfig:
     shuffle_seed: int | None = None
     """Seed for shuffling the order of blocks in each epoch; default: the order on disk."""
     documents: Literal["join", "mask", "pack"] = "join"
-    """join: attend across document boundaries; mask: do not; pack: mask, and start sequences at document boundaries."""
+    """join: tokens attend across document boundaries; mask: they do not; pack: as mask, and sequences also start at
+    document boundaries."""
     eot_id: int | None = None
-    """Id of the token that starts a document; default: from the manifest, else the GPT-2 or Llama 3 id."""
+    """Id of the token that starts a document; default: the id in the manifest, or else that of GPT-2 or Llama 3."""
     verify: bool = False
     """Check the SHA-256 of each shard against the manifest when it is first read."""
     format: SampleFormat | None = None
     """Format of the samples; default: detected from the first row of each file."""
     template: str | None = None
-    """Built-in chat template, such as chatml; its special tokens are added to the tokenizer. Default: the model's own
-    template."""
+    """Built-in chat template to use, such as chatml; its special tokens are added to the tokenizer. Default: the
+    model's own template."""
     train_on: TrainOn = "assistant"
-    """Turns to compute the loss on: assistant, last (only the last assistant turn) or all."""
+    """Turns to compute the loss on: assistant (all assistant turns), last (only the last assistant turn) or all."""
     packing: bool = True
     """Pack several samples into each sequence, without attention between them; false: pad each sample instead."""
     too_long: TooLong = "truncate"
@@ -487,7 +490,7 @@ class SampleConfig:
     every: int | None = None
     """Sample every N steps; default: never."""
     prompt: str = ""
-    """Prompt to continue; empty: start a new document."""
+    """Prompt to continue; if empty, the sample starts a new document."""
     max_new_tokens: int = 64
     """Maximum length of the sample in tokens."""
     temperature: float = 0.8
@@ -508,17 +511,18 @@ class ObjectiveConfig:
     """Training objective: the loss and its settings."""
 
     name: Literal["lm", "sft", "dpo", "orpo", "distill"] | None = None
-    """lm (loss on every token), sft (loss on the answers), dpo or orpo (preference pairs) or distill (a teacher's
-    predictions); default: lm for token shards, sft for samples."""
+    """lm (loss on every token), sft (loss on the answers), dpo or orpo (training on preference pairs) or distill
+    (training on a teacher's predictions); default: lm for token shards, sft for samples."""
     beta: float = 0.1
     """With dpo: how strongly the model is kept close to the reference. With orpo: weight of the odds-ratio loss."""
     loss: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
-    """With dpo: loss type."""
+    """With dpo: type of the loss."""
     label_smoothing: float = 0.0
     """With dpo and loss = sigmoid or robust: assumed probability that the labels of a pair are flipped."""
     reference: Literal["base", "precomputed"] | None = None
-    """With dpo, where reference log-probabilities come from: base (the model with its adapters disabled, in every step)
-    or precomputed (once before training, stored in the run directory); default: base with [lora], else precomputed."""
+    """With dpo: where the log-probabilities of the reference model come from: base (computed in every step by the model
+    with its adapters disabled) or precomputed (computed once before training, and stored in the run directory);
+    default: base with [lora], else precomputed."""
     teacher: Path | None = None
     """With distill: path of the teacher model, which must have the same vocabulary."""
     k: int = 64

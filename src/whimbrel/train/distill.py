@@ -89,8 +89,8 @@ def precompute_teacher(
 ) -> TargetValuesDataset:
     """`dataset` with ids and log-probabilities of the teacher's k most probable tokens for each target.
 
-    They take 8 k bytes per target in the directory `path`; values that exist there are used again. Other arguments are
-    those of `compute_target_values`.
+    They take 8 k bytes per target in the directory `path`; values that already exist there are reused. Other arguments
+    are those of `compute_target_values`.
     """
     _check_temperature(temperature)
 

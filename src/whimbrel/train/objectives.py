@@ -426,7 +426,7 @@ def logits_from_outputs(outputs: Any) -> Tensor:
 
 
 def loss_from_outputs(outputs: Any) -> Tensor:
-    """Loss of model outputs: `.loss`, `["loss"]`, or the first item of a tuple. A tensor is logits, and raises."""
+    """Loss of model outputs: `.loss`, `["loss"]`, or the first item of a tuple. Raises for a tensor (logits)."""
     loss = None
     if not isinstance(outputs, Tensor):
         loss = output_field(outputs, "loss")

@@ -84,9 +84,9 @@ def precompute_reference(
 ) -> TargetValuesDataset:
     """`dataset` with the log-probabilities of `model`, or of `model` in the context `reference()`, for DPO.
 
-    Call it before training: values that exist in `path` are used again, so that a resumed run has the same reference.
-    `autocast` should be the same as in training (`MixedPrecision.autocast`): otherwise the model differs from its
-    reference by rounding before the first step. Other arguments are those of `compute_target_values`.
+    Call it before training: values that already exist in `path` are reused, so that a resumed run has the same
+    reference. `autocast` should be the same as in training (`MixedPrecision.autocast`): otherwise, the model differs
+    from its reference by rounding errors before the first step. Other arguments are those of `compute_target_values`.
     """
 
     def compute(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -139,7 +139,7 @@ function actions(entry, isLast) {
 function showWelcome() {
   const { id, parent, num_parameters, context_length, vocab_size, dtype, has_chat_template } = card();
   const chat = state.mode === "chat";
-  find("greeting").textContent = chat ? `Chat with ${id}` : `Continue a text with ${id}`;
+  find("greeting").textContent = chat ? `Chat with ${id}` : `Complete text with ${id}`;
   find("introduction").textContent = introduction(chat, has_chat_template);
   const facts = {
     Type: parent ? `Adapter for ${parent}` : has_chat_template ? "Chat model" : "Base model",
@@ -159,15 +159,15 @@ function showWelcome() {
     });
     return button;
   };
-  find("examples-title").textContent = mode === "chat" ? "Try one of these" : "Continue one of these texts";
+  find("examples-title").textContent = mode === "chat" ? "Try one of these" : "Try one of these prompts";
   find("examples").replaceChildren(...EXAMPLES[mode].map(example));
 }
 
 function introduction(chat, hasTemplate) {
   if (chat && hasTemplate) return "Ask a question, or start from an example.";
-  if (chat) return "This is a base model without a chat template. It sees a plain “User: … Assistant:” transcript and may not answer; Complete mode works better.";
-  if (hasTemplate) return "The model continues the text you give it, without its chat template.";
-  return "This is a base model: it continues the text you give it.";
+  if (chat) return "This is a base model without a chat template. It is given a plain “User: … Assistant:” transcript and may not answer; Complete mode works better.";
+  if (hasTemplate) return "The model continues your text, without using its chat template.";
+  return "This is a base model: it continues your text.";
 }
 
 function showMeter() {

@@ -92,6 +92,6 @@ function show(api) {
 try {
   show(await (await request("/openapi.json")).json());
 } catch (error) {
-  const message = error.status === 401 ? `${error.message} Enter it on the chat page in this tab.` : error.message;
+  const message = error.status === 401 ? `${error.message} Open the chat page in this tab and enter it under Settings.` : error.message;
   routes.replaceChildren(element("p", { textContent: message }));
 }
