@@ -30,7 +30,7 @@ namespace {
 constexpr int LANES = 16;
 constexpr int BLOCK = 128;  // columns of an int4 block: 16 words of 8 codes. Activations are padded to a multiple of it.
 constexpr int ROWS = 4;     // rows of a matrix that are multiplied together
-constexpr int PREFETCH_BYTES = 32768;
+constexpr int PREFETCH_BYTES = 16384;
 constexpr int SPINS = 4096; // iterations before a waiting thread yields its core
 
 typedef float Floats __attribute__((vector_size(64)));
@@ -149,12 +149,14 @@ inline T read(const void* data) {  // unaligned
 template <int SIZE>
 inline void copy_padded(char* target, const void* data, int64_t count) {
 #if defined(__AVX512BW__)
-    const __m512i bytes = _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, data);
-    std::memcpy(target, &bytes, SIZE);
-#else
+    if constexpr (SIZE <= 64) {
+        const __m512i bytes = _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, data);
+        std::memcpy(target, &bytes, SIZE);
+        return;
+    }
+#endif
     std::memset(target, 0, SIZE);
     std::memcpy(target, data, size_t(count));
-#endif
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -253,9 +255,9 @@ inline Floats block_scales(const Matrix& m, int64_t first, int64_t count = BLOCK
 
 template <int KIND>
 struct Layout {
-    static constexpr int STEP = KIND == BF16 ? 32 : KIND >= INT4 ? BLOCK : LANES;  // columns that are read at a time
-    static constexpr int BYTES = KIND == FP16 ? 32 : KIND == INT8 ? 16 : 64;
-    static constexpr int PARTS = KIND == BF16 ? 2 : 1;  // sums per row
+    static constexpr int PARTS = KIND <= FP16 ? 2 : 1;  // sums per row: one addition has to wait for the one before
+    static constexpr int STEP = KIND == INT4 ? BLOCK : PARTS * LANES;  // columns that are read at a time
+    static constexpr int BYTES = KIND == FP32 ? 128 : KIND == INT8 ? 16 : 64;
 };
 
 // Add the products of STEP columns of a row with B activations to the sums of the row.
@@ -284,9 +286,13 @@ __attribute__((always_inline)) inline void accumulate(const char* from, const fl
             sums[b][0] += (even + odd) * scales;
         }
     } else {
-        const Floats w = load_floats<KIND>(from);
+        using L = Layout<KIND>;
+#pragma GCC unroll 2
+        for (int part = 0; part < L::PARTS; part++) {
+            const Floats w = load_floats<KIND>(from + part * L::BYTES / L::PARTS);
 #pragma GCC unroll 4
-        for (int b = 0; b < B; b++) sums[b][0] += w * load(x + b * stride);
+            for (int b = 0; b < B; b++) sums[b][part] += w * load(x + b * stride + part * LANES);
+        }
     }
 }
 
@@ -296,24 +302,27 @@ inline void multiply(const Matrix& m, const Rows& rows, const float* x, int64_t 
     using L = Layout<KIND>;
     Floats sums[ROWS][B][L::PARTS] = {};
     const int64_t bytes = row_bytes(m), groups = KIND == INT4 ? m.columns / GROUP : 0;
-    const char* data[ROWS] = {rows.data[0], rows.data[1], rows.data[2], rows.data[3]};
-    int64_t k = 0, offset = 0;
-    for (; offset + L::BYTES <= bytes; k += L::STEP, offset += L::BYTES) {
+    const auto step = [&](int r, int64_t k, int64_t offset) __attribute__((always_inline)) {
+        Floats scales = {};
+        if constexpr (KIND == INT4) scales = block_scales<GROUP>(m, rows.index[r] * groups + k / GROUP);
+        for (int line = 0; line < L::BYTES; line += 64) __builtin_prefetch(rows.prefetch[r] + offset + line, 0, 3);
+        accumulate<KIND, B>(rows.data[r] + offset, x + k, stride, scales, sums[r]);
+    };
+    const int64_t steps = bytes / L::BYTES, k = steps * L::STEP, offset = steps * L::BYTES;
+    if constexpr (B == 1 && KIND <= FP16) {  // the hardware prefetches one row at a time best
+        for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) {
-            Floats scales = {};
-            if constexpr (KIND == INT4) {
-                scales = block_scales<GROUP>(m, rows.index[r] * groups + k / GROUP);
-            }
-            __builtin_prefetch(rows.prefetch[r] + offset, 0, 2);
-            accumulate<KIND, B>(data[r] + offset, x + k, stride, scales, sums[r]);
-        }
+            for (int64_t i = 0; i < steps; i++) step(r, i * L::STEP, i * L::BYTES);
+    } else {  // several rows share the activations; codes have one sum per row, too few for one row at a time
+        for (int64_t i = 0; i < steps; i++)
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++) step(r, i * L::STEP, i * L::BYTES);
     }
     if (offset < bytes) {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
             char last[L::BYTES];
-            copy_padded<L::BYTES>(last, data[r] + offset, bytes - offset);
+            copy_padded<L::BYTES>(last, rows.data[r] + offset, bytes - offset);
             Floats scales = {};
             if constexpr (KIND == INT4) {
                 scales = block_scales<GROUP>(m, rows.index[r] * groups + k / GROUP, groups - k / GROUP);
