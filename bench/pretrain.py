@@ -7,6 +7,11 @@ micro-batches of 32 x 1024 under bf16 autocast, and synchronizes every step. Our
 `gpt2-baseline-20m`, and for a few steps with the micro-batch of the reference, to compare memory. Prints tokens/s, MFU,
 peak memory, the largest loss difference, and compile time (cold, and warm in a second process, unless
 `--no-compile-times`).
+
+    python bench/pretrain.py --data data/webmix20M --no-compile-times --variants ours fp8 seed1 seed2 --steps 300 \
+        --reference-steps 20
+
+compares `fp8_recipe = delayed` with the reference, and its loss with bf16 runs from other initial weights.
 """
 
 from __future__ import annotations
@@ -35,6 +40,14 @@ from whimbrel.train.device import choose_device, device_name, peak_flops
 
 RECIPE = "gpt2-baseline-20m"
 REFERENCE_BATCH = 32
+VARIANTS = {
+    "ours": [],
+    "ours_same_micro_batch": ["--train.steps=4", f"--train.micro_batch={REFERENCE_BATCH}"],
+    "fp8": ["--train.fp8_recipe=delayed"],
+    "seed1": ["--train.seed=1"],
+    "seed2": ["--train.seed=2"],
+}
+"""Our runs by name, with their settings."""
 
 
 class ReferenceBlock(nn.Module):
@@ -194,6 +207,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="directory of training (and validation) shards")
     parser.add_argument("--steps", type=int, default=38)
+    parser.add_argument("--reference-steps", type=int, help="steps of the reference loop (default: --steps)")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["ours", "ours_same_micro_batch"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile-times", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile-only", action="store_true", help="print our compile time and exit")
@@ -210,24 +225,21 @@ def main() -> None:
         if args.compile_times:
             compile_times["compile_seconds_cold"] = compile_seconds(args, f"{folder}/cache")
             compile_times["compile_seconds_warm"] = compile_seconds(args, f"{folder}/cache")
-        reference = run_reference(config, device, args.steps)
+        reference = run_reference(config, device, args.reference_steps or args.steps)
         print("reference", json.dumps(reference), flush=True)
         torch._dynamo.reset()
-        variants = {
-            "ours": [f"--train.steps={args.steps}"],
-            "ours_same_micro_batch": ["--train.steps=4", f"--train.micro_batch={REFERENCE_BATCH}"],
-        }
         results: dict[str, Any] = {"reference": reference}
-        for name, settings in variants.items():
+        for name in args.variants:
             # a directory of its own for each run; later settings override earlier ones
-            directory = f"--output_dir={folder}/{name}"
-            results[name] = run_ours(load_run_config(RECIPE, [*overrides, directory, *settings]))
+            settings = [f"--output_dir={folder}/{name}", f"--train.steps={args.steps}", *VARIANTS[name]]
+            results[name] = run_ours(load_run_config(RECIPE, [*overrides, *settings]))
             print(name, json.dumps(results[name]), flush=True)
-    results["ours"] |= compile_times
+    if "ours" in results:
+        results["ours"] |= compile_times
     peak = peak_flops(device)
     for name, result in results.items():
         rate = result["tokens_per_second"]
-        result["mfu"] = results["ours"]["flops_per_token"] * rate / peak if peak else None
+        result["mfu"] = results[args.variants[0]]["flops_per_token"] * rate / peak if peak else None
         result["speedup"] = rate / reference["tokens_per_second"]
         result["memory_ratio"] = result["peak_memory_gib"] / reference["peak_memory_gib"]
         result["max_loss_difference"] = max(
@@ -236,7 +248,8 @@ def main() -> None:
         print(
             f"{name:21} {rate:>10,.0f} tokens/s ({result['speedup']:.3f}x)  MFU {result['mfu'] or 0:.1%}  "
             f"{result['peak_memory_gib']:.1f} GiB ({result['memory_ratio']:.2f}x)  loss {result['losses'][0]:.4f} -> "
-            f"{result['losses'][-1]:.4f}, largest difference {result['max_loss_difference']:.4f}"
+            f"{result['losses'][-1]:.4f}, largest difference {result['max_loss_difference']:.4f}, validation loss "
+            f"{result.get('validation_loss') or math.nan:.4f}"
         )
     if compile_times:
         print(", ".join(f"{name}: {seconds:.1f}" for name, seconds in compile_times.items()))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whimbrel.base.errors import ConfigError, DataError
+from whimbrel.base.errors import ConfigError, DataError, PrecisionError
 from whimbrel.models.config import GPTConfig
-from whimbrel.models.fused_blocks import can_fuse, fused_blocks
+from whimbrel.models.fused_blocks import can_fuse, delayed_scaling, fused_blocks, head_cast, why_not_fused
 from whimbrel.models.layers import (
     Block,
     HFCache,
@@ -29,6 +29,8 @@ from whimbrel.models.layers import (
 )
 from whimbrel.models.trainable_tokens import head_rows, head_weight
 from whimbrel.ops import attend, linear_cross_entropy
+from whimbrel.ops.cross_entropy_fp8 import linear_cross_entropy_fp8
+from whimbrel.ops.fp8 import DelayedScaling
 
 __all__ = ["GPT", "IGNORE_INDEX", "GPTOutput", "GPTStage", "resize_vocabulary"]
 
@@ -85,6 +87,8 @@ class GPT(nn.Module):
     """What the model was loaded from, as in transformers; adapters record it."""
     fuses_blocks = True
     """Whether blocks run with `fused_blocks` where that applies."""
+    fp8: DelayedScaling | None = None
+    """The scales of MLPs and head, if they are trained in fp8 (`fp8_recipe = delayed`)."""
 
     tp_plan: ClassVar = {
         "transformer.h.*.attn": "heads",
@@ -150,6 +154,15 @@ class GPT(nn.Module):
                 if module.bias is not None:
                     module.bias.zero_()
         self.zero_padding()
+
+    def set_delayed_fp8(self, *, enabled: bool) -> None:
+        """Train MLPs and head in fp8 with delayed scaling, or no longer; raises for an unsupported architecture."""
+        self.fp8 = delayed_scaling(self.config) if enabled else None
+
+    @property
+    def _training_fp8(self) -> DelayedScaling | None:
+        """`fp8` in a training pass; evaluation uses the precision of autocast."""
+        return self.fp8 if self.training and torch.is_grad_enabled() else None
 
     def set_dropout(self, probability: float) -> None:
         """Change `config.dropout`."""
@@ -219,7 +232,7 @@ class GPT(nn.Module):
             return GPTOutput(loss_fn(hidden.flatten(0, 1), head_weight(self.lm_head)), logits)
         if targets is None:
             return GPTOutput(None, logits)
-        loss_sum = next_token_loss(self.config, hidden, self.lm_head, targets)
+        loss_sum = next_token_loss(self.config, hidden, self.lm_head, targets, fp8=self._training_fp8)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
         return GPTOutput(loss_sum / num_items_in_batch, logits)
@@ -272,7 +285,10 @@ class GPT(nn.Module):
         masks = attention_masks(config, x, order, documents) if kv_cache is None else {}
         blocks, norm = list(self.blocks), cast(Norm, self.transformer["ln_f"])
         if self.fuses_blocks and kv_cache is None and can_fuse(config, [*blocks, norm], x):
-            return fused_blocks(blocks, norm, x, [masks[window] for window in config.windows])
+            return fused_blocks(blocks, norm, x, [masks[window] for window in config.windows], self._training_fp8)
+        if self._training_fp8 is not None:
+            reason = why_not_fused(config, [*blocks, norm], x) or "expected no cache and the default compile settings"
+            raise PrecisionError(f"fp8_recipe = delayed: {reason}: change that, or omit fp8_recipe")
         values = [table(input_ids).to(x.dtype) for table in self.value_embeddings]
         for layer, (block, window) in enumerate(zip(blocks, config.windows, strict=True)):
             cached = None if kv_cache is None else partial(_attend_cached, kv_cache, positions, layer, window)
@@ -383,9 +399,26 @@ def embed(parts: nn.ModuleDict, config: GPTConfig, input_ids: Tensor, positions:
 
 
 def next_token_loss(
-    config: GPTConfig, hidden: Tensor, head: nn.Linear, targets: Tensor, *, inplace_backward: bool = True
+    config: GPTConfig,
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    *,
+    inplace_backward: bool = True,
+    fp8: DelayedScaling | None = None,
 ) -> Tensor:
     """Cross-entropy of shifted targets (batch, tokens), summed in fp32; logits are not materialized."""
+    if fp8 is not None:
+        return linear_cross_entropy_fp8(
+            hidden.flatten(0, 1),
+            head.weight,
+            targets.flatten(),
+            fp8,
+            head_cast(config),
+            vocab_size=config.vocab_size,
+            softcap=config.logit_softcap,
+            ignore_index=IGNORE_INDEX,
+        )
     return linear_cross_entropy(
         hidden.flatten(0, 1),
         head.weight,

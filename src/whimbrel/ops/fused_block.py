@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-__all__ = ["NormLinear", "add_norm", "add_norm_qkv", "block_kernels", "project_mlp", "weight_gradient"]
+__all__ = ["NormLinear", "add_norm", "add_norm_qkv", "block_kernels", "matvec", "project_mlp", "weight_gradient"]
 
 
 class NormLinear(NamedTuple):
@@ -100,7 +100,7 @@ class _AddNormQKV(torch.autograd.Function):
         dh = (dqkv @ weight).view_as(h)
         dx, dnorm_weight, dx_sum = kernels.norm_backward(dh, total, norm_weight, mean, rstd, dtotal.contiguous())
         dy, dy_bias = (dx, dx_sum) if ctx.has_y else (None, None)
-        return dx, dy, dy_bias, dnorm_weight, _matvec(dbias, weight), dweight, dbias, None, None
+        return dx, dy, dy_bias, dnorm_weight, matvec(dbias, weight), dweight, dbias, None, None
 
 
 class _ProjectMLP(torch.autograd.Function):
@@ -134,12 +134,12 @@ class _ProjectMLP(torch.autograd.Function):
         )
         dproject = weight_gradient(dx, attended).mul_(ctx.scale)
         return (
-            dx, dx @ project_weight, dproject, dx_sum * ctx.scale, dnorm_weight, _matvec(dup_bias, up_weight), dup,
+            dx, dx @ project_weight, dproject, dx_sum * ctx.scale, dnorm_weight, matvec(dup_bias, up_weight), dup,
             dup_bias, ddown, None, None, None,
         )  # fmt: skip
 
 
-def _matvec(dy_sum: Tensor, weight: Tensor) -> Tensor:
+def matvec(dy_sum: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the bias of a norm from that of the linear layer after it: the column sums of `dy @ weight`."""
     return dy_sum @ weight.to(dy_sum.dtype)
 

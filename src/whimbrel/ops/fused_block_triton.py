@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_norm", "gelu", "gelu_backward", "merge_heads", "norm_backward"]
+__all__ = ["add_norm", "add_norm_rows", "gelu", "gelu_backward", "gelu_parts", "merge_heads", "norm_backward"]
 
 NORM_ROWS, NORM_BACKWARD_PROGRAMS = 2, 12
 GELU_BLOCK, GELU_WARPS = 1024, 4
@@ -19,10 +19,11 @@ COLUMN_WARPS, COLUMN_PROGRAMS = 4, 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, y_ptr, y_bias_ptr, weight_ptr, bias_ptr, sum_ptr, h_ptr, mean_ptr, rstd_ptr, rows, eps,
+def add_norm_rows(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, y_bias_ptr, weight_ptr, bias_ptr, sum_ptr, mean_ptr, rstd_ptr, rows, eps,
     width: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_Y: tl.constexpr,
 ):  # fmt: skip
+    """The norm of the rows of a program in fp32, their offsets and mask; stores sum, mean and rstd."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -41,9 +42,21 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
     h = centered * rstd[:, None] * weight[None, :] + bias[None, :]
-    tl.store(h_ptr + offsets, h.to(h_ptr.dtype.element_ty), mask=mask)
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    return h, offsets, mask
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, y_bias_ptr, weight_ptr, bias_ptr, sum_ptr, h_ptr, mean_ptr, rstd_ptr, rows, eps,
+    width: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_Y: tl.constexpr,
+):  # fmt: skip
+    h, offsets, mask = add_norm_rows(
+        x_ptr, y_ptr, y_bias_ptr, weight_ptr, bias_ptr, sum_ptr, mean_ptr, rstd_ptr, rows, eps, width, BLOCK, ROWS,
+        HAS_Y,
+    )  # fmt: skip
+    tl.store(h_ptr + offsets, h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -84,12 +97,12 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _reciprocal(x):  # type: ignore[no-untyped-def]
+def reciprocal(x):  # type: ignore[no-untyped-def]
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gelu_parts(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
+def gelu_parts(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
     """GELU is x * gate; returns the gate and its derivative.
 
     The normal distribution function is that of Abramowitz and Stegun 7.1.26, off by at most 1.5e-7, whose exponential
@@ -97,10 +110,10 @@ def _gelu_parts(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
     """
     if TANH:
         u = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)
-        gate = _reciprocal(1.0 + tl.exp2(-2.8853900817779268 * u))
+        gate = reciprocal(1.0 + tl.exp2(-2.8853900817779268 * u))
         slope = gate * (1.0 - gate) * 2.0 * (0.7978845608028654 + 0.10703222440890037 * x * x)
     else:
-        t = _reciprocal(1.0 + 0.2316418882663604 * tl.abs(x))
+        t = reciprocal(1.0 + 0.2316418882663604 * tl.abs(x))
         density = tl.exp2(-0.7213475204444817 * x * x)
         poly = 0.5307027145 * t - 0.7265760135
         poly = poly * t + 0.7107068705
@@ -117,7 +130,7 @@ def _gelu_kernel(a_ptr, g_ptr, count, TANH: tl.constexpr, BLOCK: tl.constexpr): 
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
     a = tl.load(a_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    gate, _slope = _gelu_parts(a, TANH)
+    gate, _slope = gelu_parts(a, TANH)
     tl.store(g_ptr + offsets, (a * gate).to(g_ptr.dtype.element_ty), mask=mask)
 
 
@@ -136,7 +149,7 @@ def _gelu_backward_kernel(  # type: ignore[no-untyped-def]
         offsets = row[:, None] * width + column[None, :]
         a = tl.load(a_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         dg = tl.load(dg_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        gate, slope = _gelu_parts(a, TANH)
+        gate, slope = gelu_parts(a, TANH)
         da = dg * (gate + a * slope)
         total += da
         tl.store(da_ptr + offsets, da.to(da_ptr.dtype.element_ty), mask=mask)

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -52,6 +52,8 @@ SETTING_BY_KIND: dict[Kind, str] = {
     "ptq": "quantize",
 }
 """The setting that selects a recipe of each kind."""
+MAX_SLOW_WIDTH = 1024
+"""`tensorwise` was measured to be slower than bf16 at width 768, and faster at 4096."""
 Reader = Callable[[nn.Module], object]
 """Loads the parameters of a model, one tensor at a time."""
 
@@ -76,8 +78,9 @@ class Recipe:
 
     name: str
     kind: Kind
-    train: Literal["autocast", "float8", "fake-quantized", "trainable"] | None = None
-    """`trainable`: weights are stored quantized and updated with stochastic rounding."""
+    train: Literal["autocast", "float8", "delayed", "fake-quantized", "trainable"] | None = None
+    """`trainable`: weights are stored quantized and updated with stochastic rounding. `delayed`: the model has its own
+    implementation (`TrainsInDelayedFp8`)."""
     finalize: WeightFormat | None = None
     """Weight format after training; None: unquantized."""
     load: WeightFormat | None = None
@@ -92,6 +95,14 @@ class Recipe:
     def label(self) -> str:
         """The recipe as the user set it, for messages."""
         return f"{SETTING_BY_KIND[self.kind]} = {self.name}"
+
+
+@runtime_checkable
+class TrainsInDelayedFp8(Protocol):
+    """A model that computes MLPs and head in fp8 itself, with delayed scaling."""
+
+    def set_delayed_fp8(self, *, enabled: bool) -> None:
+        """Raise PrecisionError if the model does not support it."""
 
 
 def _fp8(name: str, *output_dtypes: torch.dtype) -> Recipe:
@@ -134,6 +145,12 @@ RECIPES = {
         _fp8("tensorwise"),
         _fp8("rowwise", torch.bfloat16),
         _fp8("rowwise_with_gw_hp", torch.bfloat16),
+        Recipe(
+            name="delayed",
+            kind="fp8",
+            train="delayed",
+            requirements=Requirements(capability=(8, 9), alternative="mixed_precision = bf16"),
+        ),
         _qat("int8-dynamic-act-int4-weight", FORMATS["int8-dynamic-act-int4-weight"]),
         _qat("int4-weight-only", FORMATS["int4"]),
         _ptq(FORMATS["int8"], "trainable"),
@@ -196,6 +213,8 @@ def prepare(
             f"{', '.join(recipe_names('qat'))}"
         )
     _check_unconverted(model, recipe)
+    if recipe.train == "delayed":
+        return _prepare_delayed(model, recipe, target, precision, fp8_dim_alignment)
     skip = recipe.skip if skip is None else skip
     weight_format = recipe.finalize
     if recipe.requirements.torchao:
@@ -211,6 +230,8 @@ def prepare(
     if weight_format is not None:
         _check_fp32_weights(selection, recipe)
     linears = selection.selected.values()
+    if weight_format is None and target.type == "cuda":
+        _warn_if_narrow(selection, recipe)
     converted = (
         to_float8(linears, recipe.name, emulate=_is_emulated(recipe, target))
         if weight_format is None
@@ -230,6 +251,8 @@ def finalize(model: nn.Module, recipe: str | Recipe, *, skip: Iterable[str] | No
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     trained = {name for name, linear in linears.items() if is_torchao_linear(linear)}
     _replace_linears(model, {linears[name]: to_linear(linears[name]) for name in trained})
+    if isinstance(model, TrainsInDelayedFp8):
+        model.set_delayed_fp8(enabled=False)
     if recipe.finalize is None or _is_quantized_as(model, recipe.finalize):
         return model
     if skip is None:
@@ -258,6 +281,45 @@ def load_into(
     materialize_(model, device)
     reader(model)
     return model
+
+
+def _prepare_delayed(
+    model: nn.Module, recipe: Recipe, device: torch.device, precision: str, alignment: int | None
+) -> LayerSelection:
+    """Let a model compute in fp8 itself, on a GPU; returns the linear layers that do."""
+    if not isinstance(model, TrainsInDelayedFp8):
+        raise PrecisionError(
+            f"{recipe.label}: expected a GPT, got {type(model).__name__}: use fp8_recipe = tensorwise, or omit it"
+        )
+    if alignment not in (None, FP8_ALIGNMENT):
+        raise PrecisionError(f"fp8_dim_alignment = {alignment} has no effect with {recipe.label}: remove it")
+    if device.type != "cuda" or torch.version.hip is not None:
+        kind = "an AMD GPU" if device.type == "cuda" else device.type
+        raise PrecisionError(
+            f"{recipe.label} is not supported on {kind}, it needs an NVIDIA GPU: use {recipe.requirements.alternative}"
+        )
+    _check_device(recipe, device)
+    if precision != "bf16":
+        raise PrecisionError(
+            f"{recipe.label}: expected bf16 autocast, got {precision}: use mixed_precision = bf16 (train.precision)"
+        )
+    model.set_delayed_fp8(enabled=True)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    selected = {name: linear for name, linear in linears.items() if ".mlp." in name or name == "lm_head"}
+    skipped = dict.fromkeys(linears.keys() - selected.keys(), "projections of attention are computed in bf16")
+    return LayerSelection(selected, skipped)
+
+
+def _warn_if_narrow(selection: LayerSelection, recipe: Recipe) -> None:
+    """Warn about layers that torchao's fp8 makes slower."""
+    width = max(min(linear.weight.shape) for linear in selection.selected.values())
+    if width <= MAX_SLOW_WIDTH:
+        logger.warning(
+            "%s: layers of width %d are probably slower than in bf16 (GPT-2 124M on an H200: 478k instead of 533k "
+            "tokens/s): use mixed_precision = bf16, or for a GPT-2 fp8_recipe = delayed",
+            recipe.label,
+            width,
+        )
 
 
 def _replace_linears(model: nn.Module, converted: Mapping[nn.Linear, nn.Linear]) -> None:

@@ -272,7 +272,8 @@ class BaseTrainingArguments(MinimalTrainingArguments):
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """Autocast dtype for forward and backward; "no" is the same as None."""
     fp8_recipe: Fp8Recipe | None = None
-    """Run linear layers in fp8, with a scale per tensor or per row; gw_hp keeps weight gradients in high precision."""
+    """Run linear layers in fp8, with a scale per tensor or per row; gw_hp keeps weight gradients in high precision.
+    `delayed` (experimental): MLPs and head of a GPT-2 on an NVIDIA GPU, with scales from earlier micro-batches."""
     fp8_dim_alignment: int = 16
     """fp8_recipe skips linear layers with a dimension that is not a multiple of this."""
     qat_recipe: QatRecipe | None = None

@@ -570,6 +570,8 @@ def compile_ahead(
     assert loss is not None
     parameters = [p for p in model.parameters() if p.requires_grad]
     torch.autograd.grad(loss, parameters, allow_unused=True)  # unlike backward(), it triggers no gradient hooks
+    if isinstance(model, GPT) and model.fp8 is not None:
+        model.fp8.reset()  # zeros are not text
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -201,6 +201,8 @@ class CheckpointMixin(ABC):
             pattern = SharingPattern.SHARDED if optimizer.is_sharded else pattern
             components.append(StateComponent("optimizer", optimizer, pattern, required=False))
             components.append(StateComponent("scheduler", scheduler, shared, required=False))
+        if (scales := getattr(self.unwrapped_model(), "fp8", None)) is not None:
+            components.append(StateComponent("fp8_scales", scales, shared, required=False))
         if self._outer is not None:  # after the model
             components.append(StateComponent("outer_optimizer", self._outer.outer_state, shared, required=False))
             components.append(StateComponent("worker", self._outer.worker_state, per_rank, required=False))

@@ -23,6 +23,7 @@ __all__ = [
     "check_arguments",
     "check_collator",
     "check_datasets",
+    "check_delayed_fp8",
     "check_metric",
     "check_no_trial",
     "check_objective",
@@ -180,6 +181,28 @@ def check_parallel(trainer: Any) -> None:
             "parallel.pipeline_schedule = zero-bubble does not work with fsdp, which cannot split backward passes: use "
             "interleaved or 1f1b, or replicate (dp_replicate)"
         )
+
+
+def check_delayed_fp8(trainer: Any) -> None:
+    """Raise for settings that do not work with `fp8_recipe = delayed`, whose blocks are hand-written."""
+    train, size = trainer.config.train, trainer.world.size
+    if train.fp8_recipe != "delayed":
+        return
+    compiles_blocks = (train.compile_scope, train.compile_backend, train.compile_mode) == (
+        "block",
+        "inductor",
+        "default",
+    )
+    conflicts = {
+        f"{size} processes": size > 1,
+        f"train.precision = {train.precision}": train.precision != "bf16",
+        f"train.recompute = {train.recompute}": train.recompute != "none",
+        "other train.compile settings than the defaults": not compiles_blocks,
+    }
+    remedies = {f"{size} processes": "use 1 process", f"train.precision = {train.precision}": "use bf16"}
+    for name in (name for name, is_set in conflicts.items() if is_set):
+        remedy = remedies.get(name, "remove it")
+        raise ConfigError(f"train.fp8_recipe = delayed does not work with {name}: {remedy}, or omit fp8_recipe")
 
 
 def check_metric(trainer: Any) -> None:

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 SdpaBackend = Literal["math", "flash", "efficient", "cudnn"]
-Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
 QatRecipe = Literal["int8-dynamic-act-int4-weight", "int4-weight-only"]
 SampleFormat = Literal["messages", "prompt-completion", "sharegpt", "alpaca", "text", "preference"]
 DEFAULT_TOKENS_PER_STEP = 524_288
@@ -86,7 +86,8 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 use autocast for forward and backward; weights and optimizer state stay fp32."""
     fp8_recipe: Fp8Recipe | None = None
-    """Run linear layers in fp8, with a scale per tensor or per row; gw_hp keeps weight gradients in high precision."""
+    """Run linear layers in fp8, with a scale per tensor or per row; gw_hp keeps weight gradients in high precision.
+    `delayed` (experimental): MLPs and head of a GPT-2 on an NVIDIA GPU, with scales from earlier micro-batches."""
     fp8_dim_alignment: int = 16
     """fp8_recipe skips linear layers with a dimension that is not a multiple of this."""
     qat_recipe: QatRecipe | None = None

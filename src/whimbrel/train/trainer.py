@@ -323,6 +323,7 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             self.model = self.call_model_init()
         if not self._is_wrapped:
             checks.check_parallel(self)
+            checks.check_delayed_fp8(self)
             self.model = build.wrap_model(self.model, self.config, self.device, self.world)
             self._is_wrapped = True
 

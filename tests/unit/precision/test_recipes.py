@@ -26,7 +26,8 @@ from whimbrel.precision import (
 from whimbrel.precision.recipes import _warn_about_emulation
 
 STEPS = 20
-FP8, QAT = recipe_names("fp8"), recipe_names("qat")
+FP8 = tuple(name for name in recipe_names("fp8") if name != "delayed")  # see models/test_fp8_blocks.py
+QAT = recipe_names("qat")
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs the package 'torchao'")
 
 
@@ -259,6 +260,16 @@ def test_unsupported_gpus_and_dtypes_are_rejected(
         gpt(torch.zeros(3, 5, dtype=torch.int64))
 
 
+@needs_torchao
+@pytest.mark.parametrize(("width", "warns"), [(768, True), (2048, False)])
+def test_layers_too_narrow_for_fp8_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, width: int, warns: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    prepare(model(embd_size=width, num_layers=1), "tensorwise", device="cuda", precision="bf16")
+    assert ("tensorwise: layers of width 768 are probably slower than in bf16" in caplog.text) == warns
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning")  # torchao 0.18
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -317,7 +328,7 @@ def test_finalize_and_load_into_give_the_same_weights(name: str) -> None:
 def test_the_table_of_recipes_is_complete() -> None:
     assert {recipe.kind: list(recipe_names(recipe.kind)) for recipe in RECIPES.values()} == {
         "amp": ["bf16", "fp16"],
-        "fp8": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],
+        "fp8": ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"],
         "qat": ["int8-dynamic-act-int4-weight", "int4-weight-only"],
         "ptq": ["int8", "int8-dynamic", "int4", "fp8"],
     }
