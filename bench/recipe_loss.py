@@ -34,7 +34,12 @@ from whimbrel.train.callbacks import EmaCallback
 
 TEST_TOKENS = 500_000
 LOSSES = ("validation_loss", "ema_validation_loss", "test_loss", "ema_test_loss")
-ONCE = ("--validation.every=none", "--validation.at_end=false", "--checkpoint.every_minutes=none")
+ONCE = (
+    "--validation.every=none",
+    "--validation.each_epoch=false",
+    "--validation.at_end=false",
+    "--checkpoint.every_minutes=none",
+)
 """The losses are measured after the run, and the test loss needs a checkpoint at its end."""
 
 
@@ -82,6 +87,7 @@ def run_seed(config: RunConfig, test: Path | None, test_tokens: int) -> dict[str
     except (WhimbrelError, torch.OutOfMemoryError) as error:
         return {"error": str(error)}
     finally:
+        torch.compiler.reset()  # blocks of other shapes would count as recompilations, whose number is limited
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -108,6 +108,14 @@ def test_several_targets_per_token_match_the_sum_of_references(
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+def test_several_losses_are_summed_in_fp32_under_autocast() -> None:
+    hidden, weight, targets, weights = multi_token_case()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, sums = linear_multi_token_cross_entropy(hidden, weight, targets, weights, vocab_size=V)
+    assert (loss.dtype, sums.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(loss, (sums * weights).sum())
+
+
 def test_several_targets_are_checked() -> None:
     hidden, weight, targets, weights = multi_token_case()
     targets[3, 2] = V
