@@ -5,12 +5,16 @@
 
 The last tokens of the validation shards become the test split, and the others remain for validation. `--variant` is a
 name with overrides of the recipe, and can be repeated; without any, the recipe itself is measured. Choose by the
-validation loss with `--no-test`, and report the test loss of the choice.
+validation loss with `--no-test`, and report the test loss of the choice. With `ema.decay`, the losses of the averaged
+weights are measured as well. Runs validate only at the end and leave no checkpoints; a variant that fails is reported,
+and the next one starts.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import shutil
 import statistics
 import tempfile
 import time
@@ -18,15 +22,25 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from record import record
+from whimbrel.base.errors import WhimbrelError
 from whimbrel.data.shards import read_shard, split_files, write_shard
 from whimbrel.evaluate import held_out_evaluation
 from whimbrel.models import GPT
-from whimbrel.train import Trainer, load_run_config
-from whimbrel.train.run_log import RunLog
+from whimbrel.train import RunConfig, Trainer, load_run_config
+from whimbrel.train.callbacks import EmaCallback
 
 TEST_TOKENS = 500_000
+LOSSES = ("validation_loss", "ema_validation_loss", "test_loss", "ema_test_loss")
+ONCE = (
+    "--validation.every=none",
+    "--validation.each_epoch=false",
+    "--validation.at_end=false",
+    "--checkpoint.every_minutes=none",
+)
+"""The losses are measured after the run, and the test loss needs a checkpoint at its end."""
 
 
 def split_validation(data: Path, folder: Path, test_tokens: int) -> tuple[Path, Path]:
@@ -39,27 +53,45 @@ def split_validation(data: Path, folder: Path, test_tokens: int) -> tuple[Path, 
     return folder / "validation", folder / "test"
 
 
-def run(recipe: str, overrides: list[str], folder: Path, test: Path | None) -> dict[str, Any]:
+def run(config: RunConfig, test: Path | None, test_tokens: int) -> dict[str, Any]:
     """Train once; seconds, memory, and the losses after the last step."""
-    config = load_run_config(recipe, [*overrides, f"--output_dir={folder}", "--checkpoint.every_minutes=none"])
     start = time.perf_counter()
     trainer = Trainer.from_config(config)
     metrics = trainer.train().metrics
-    log = RunLog(folder)
     result = {
-        "validation_loss": log.validations[-1]["loss"],
         "train_seconds": metrics["train_seconds"],
         "compile_seconds": metrics["compile_seconds"],
-        "seconds": time.perf_counter() - start,
         "peak_memory_gib": metrics["peak_memory"] / 2**30,
         "tokens": metrics["num_input_tokens_seen"],
     }
-    if test is not None:
-        evaluate = held_out_evaluation(
-            folder, str(test), max_tokens=TEST_TOKENS, sequence_length=config.sequence_length
-        )
-        result["test_loss"] = evaluate(cast(GPT, trainer.model)).loss
-    return result
+
+    def evaluate(prefix: str) -> None:
+        result[f"{prefix}validation_loss"] = trainer.evaluate()["eval_loss"]
+        if test is not None:
+            held_out = held_out_evaluation(
+                config.output_dir, str(test), max_tokens=test_tokens, sequence_length=config.sequence_length
+            )
+            result[f"{prefix}test_loss"] = held_out(cast(GPT, trainer.model)).loss
+
+    evaluate("")
+    for ema in (callback for callback in trainer.callbacks if isinstance(callback, EmaCallback)):
+        with ema.average_parameters(trainer.unwrapped_model()):
+            evaluate("ema_")
+    return result | {"seconds": time.perf_counter() - start}
+
+
+def run_seed(config: RunConfig, test: Path | None, test_tokens: int) -> dict[str, Any]:
+    """`run`, or its error; frees the memory and the disk space of the run."""
+    try:
+        return run(config, test, test_tokens)
+    except (WhimbrelError, torch.OutOfMemoryError) as error:
+        return {"error": str(error)}
+    finally:
+        torch.compiler.reset()  # blocks of other shapes would count as recompilations, whose number is limited
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        shutil.rmtree(config.output_dir, ignore_errors=True)
 
 
 def main() -> None:
@@ -76,22 +108,34 @@ def main() -> None:
     results: dict[str, Any] = {"recipe": args.recipe, "test_tokens": args.test_tokens, "variants": {}}
     with tempfile.TemporaryDirectory() as temporary:
         validation, test = split_validation(args.data, Path(temporary), args.test_tokens)
-        common = [f"--data.path={args.data}", f"--validation.path={validation}"]
-        for index, variant in enumerate(args.variant or [f"{args.recipe}:"]):
+        common = [
+            f"--data.path={args.data}",
+            f"--validation.path={validation}",
+            *ONCE,
+            f"--checkpoint.at_end={str(args.test).lower()}",
+        ]
+        configs: dict[str, list[RunConfig]] = {}  # all before the first run, so that typing errors cost no time
+        for variant in args.variant or [f"{args.recipe}:"]:
             name, _, settings = variant.partition(":")
-            overrides = [f"--{setting}" for setting in settings.split()]
+            overrides = [*common, *(f"--{setting}" for setting in settings.split())]
+            configs[name] = [
+                load_run_config(
+                    args.recipe, [*overrides, f"--train.seed={seed}", f"--output_dir={temporary}/{name}-{seed}"]
+                )
+                for seed in args.seeds
+            ]
+            results["variants"][name] = {"overrides": settings.split()}
+        for name, variants in configs.items():
             rows = []
-            for seed in args.seeds:
-                folder = Path(temporary) / f"run-{index}-{seed}"
-                seeded = [*common, f"--train.seed={seed}", *overrides]
-                rows.append({"seed": seed} | run(args.recipe, seeded, folder, test if args.test else None))
+            for seed, config in zip(args.seeds, variants, strict=True):
+                rows.append({"seed": seed} | run_seed(config, test if args.test else None, args.test_tokens))
                 print(name, rows[-1], flush=True)
             means = {
                 f"mean_{loss}": statistics.mean(row[loss] for row in rows)
-                for loss in ("validation_loss", "test_loss")
-                if loss in rows[0]
+                for loss in LOSSES
+                if all(loss in row for row in rows)
             }
-            results["variants"][name] = {"overrides": overrides, "runs": rows, **means}
+            results["variants"][name] |= {"runs": rows, **means}
             print(name, means, flush=True)
             record("recipe_loss", results, args.out)
 

@@ -413,7 +413,7 @@ def traffic(width: int, rank: int, gap: int) -> tuple[int, int]:
     return full, 4 * sum(reduced)
 
 
-def orthogonalized(strategy: str) -> dict[str, Any]:
+def orthogonalized(strategy: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Matrices that this rank orthogonalizes in a step of Muon, and weights after three steps."""
     net = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)), *(nn.Linear(12, 12, bias=False) for _ in range(2)))
     for index, parameter in enumerate(net.parameters()):
@@ -425,7 +425,7 @@ def orthogonalized(strategy: str) -> dict[str, Any]:
         {"params": matrices, "splits": [(7, 5), *[()] * 5]},  # one parameter is fused, of 7 and 5 rows
         {"params": [p for p in net.parameters() if p.ndim == 1], "rule": "adam"},
     ]
-    optimizer = Muon(groups, lr=0.1, process_group=dist.group.WORLD if strategy == "ddp" else None)
+    optimizer = Muon(groups, lr=0.1, process_group=dist.group.WORLD if strategy == "ddp" else None, **settings)
     counts: list[int] = []
     x = torch.randn(RANKS * 3, 12, generator=torch.Generator().manual_seed(1))
     rank, share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -47,7 +47,7 @@ LOW_RANK = {"rank": 4, "gap": 3}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adamw8bit": {},
-    "muon": {},
+    "muon": {"neuron_beta": 0.9},
     "galore": LOW_RANK | {"projection_type": "right"},
     "galore_warm": LOW_RANK,
     "galore_warm_int8": LOW_RANK | {"store": "int8", "basis_store": "int8"},

@@ -238,11 +238,11 @@ def test_projected_gradients_take_their_share_of_the_traffic_of_ddp(pool: Pool) 
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_matrices_of_muon(pool: Pool, strategy: str, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "settings"), [(2, {}), (3, {}), (3, {"neuron_beta": 0.9, "cautious_decay": True})])
+def test_ranks_share_the_matrices_of_muon(pool: Pool, strategy: str, ranks: int, settings: dict[str, Any]) -> None:
     """Six square matrices, of which one is fused of two: balanced by cost, and equal to one process."""
-    alone = job.orthogonalized("none")
-    results = pool.run(ranks, job.orthogonalized, strategy)
+    alone = job.orthogonalized("none", settings)
+    results = pool.run(ranks, job.orthogonalized, strategy, settings)
     assert sum(result["counts"] for result in results) == alone["counts"] == 3 * 7
     assert max(result["counts"] for result in results) <= 3 * -(-7 // ranks)
     for result in results:

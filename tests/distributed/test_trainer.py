@@ -46,6 +46,8 @@ LAYOUTS: list[tuple[str, Layout]] = [
     ("hf-llama", ZERO_BUBBLE),
     ("hf-llama", TP),
     ("dropout", TP),
+    ("gated", TP),
+    ("gated", PP),
 ]
 if SOAK:
     LAYOUTS += [

@@ -39,12 +39,12 @@ MAX_GRAD = 1e14
 GROUP_METADATA = ("params", "names", "param_names", "peak_lr", "initial_lr", "splits")
 """Group entries that are not optimizer options: written by schedules and by the trainer."""
 NUMBER_OPTIONS = (
-    "weight_decay", "betas", "eps", "momentum", "momentum_start", "momentum_warmup", "scale", "rank", "gap",
-    "update_proj_gap", "seed",
+    "weight_decay", "betas", "eps", "momentum", "momentum_start", "momentum_warmup", "neuron_beta", "scale", "rank",
+    "gap", "update_proj_gap", "seed",
 )  # fmt: skip
 """Options that must be Python numbers. Only `lr` may be a tensor, as torch's schedulers fill it in place."""
-NULLABLE_OPTIONS = ("rank", "betas", "eps", "momentum")
-"""Options that may be None: no subspace, or the default of the update rule."""
+NULLABLE_OPTIONS = ("rank", "betas", "eps", "momentum", "neuron_beta")
+"""Options that may be None: no subspace, no normalization, or the default of the update rule."""
 
 
 class BaseOptimizer(torch.optim.Optimizer):
@@ -308,7 +308,7 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     betas = present.get("betas", (0, 0))
     if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(_in_range(beta, 1) for beta in betas):
         raise OptimizerError(f"betas: expected two numbers in [0, 1), got {betas!r}")
-    for name in ("momentum", "momentum_start"):
+    for name in ("momentum", "momentum_start", "neuron_beta"):
         if not _in_range(present.get(name, 0), 1):
             raise OptimizerError(f"{name}: expected a number in [0, 1), got {present[name]!r}")
     for name, minimum in (("rank", 1), ("gap", 1), ("update_proj_gap", 1), ("seed", 0)):

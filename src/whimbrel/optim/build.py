@@ -126,6 +126,11 @@ class OptimConfig:
     """Muon's momentum at the first step, which increases to momentum over momentum_warmup steps; default: momentum."""
     momentum_warmup: int = 0
     """Number of steps over which Muon's momentum increases."""
+    neuron_beta: float | None = None
+    """With muon: NorMuon, which normalizes the update of each neuron (row) by a running mean of its squares, with this
+    decay rate (such as 0.95); default: no normalization."""
+    cautious_decay: bool = False
+    """With muon: apply weight decay only to elements of hidden matrices that the update moves toward zero."""
     rank: int | None = None
     """Rank of the subspace of hidden matrices; default: 128 (1 with apollo_mini)."""
     gap: int | None = None
@@ -163,7 +168,7 @@ class OptimConfig:
                 raise ConfigError(f"optim.{name}: expected a number >= 0, got {value}")
         for name, value in (
             *(("betas", beta) for beta in self.betas), ("momentum", self.momentum),
-            ("momentum_start", self.momentum_start),
+            ("momentum_start", self.momentum_start), ("neuron_beta", self.neuron_beta),
         ):  # fmt: skip
             if value is not None and not 0 <= value < 1:
                 raise ConfigError(f"optim.{name}: expected numbers in [0, 1), got {value}")
@@ -207,7 +212,7 @@ OPTIONS_BY_OPTIMIZER: dict[str, tuple[str, ...]] = {
     "apollo_mini": ("rank", "gap", "scale"),
     "fira": ("rank", "gap", "scale", "store"),
     "ldadam": ("rank", "scale"),
-    "muon": ("momentum", "momentum_start", "momentum_warmup"),
+    "muon": ("momentum", "momentum_start", "momentum_warmup", "neuron_beta", "cautious_decay"),
 }
 """Options accepted by only some optimizers; rejected for others, where they would have no effect."""
 

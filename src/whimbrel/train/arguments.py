@@ -677,9 +677,9 @@ CONFIG_ONLY = {
         "arguments have one learning rate for all parameters",
     ),
     **dict.fromkeys(
-        ("optim.momentum", "optim.momentum_start", "optim.momentum_warmup", "optim.rank", "optim.gap", "optim.lazy",
-         "optim.moment_transfer", "optim.scale", "optim.side", "optim.store", "optim.basis_store", "optim.start",
-         "optim.projection_type"),
+        ("optim.momentum", "optim.momentum_start", "optim.momentum_warmup", "optim.neuron_beta",
+         "optim.cautious_decay", "optim.rank", "optim.gap", "optim.lazy", "optim.moment_transfer", "optim.scale",
+         "optim.side", "optim.store", "optim.basis_store", "optim.start", "optim.projection_type"),
         "arguments configure AdamW; pass an OptimConfig to the trainer",
     ),
     **dict.fromkeys(

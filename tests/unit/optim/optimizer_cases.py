@@ -112,6 +112,11 @@ def muon(shape: tuple[int, ...]) -> int:
     return 4 + (4 if len(shape) == 2 else 8) * math.prod(shape)
 
 
+def normuon(shape: tuple[int, ...]) -> int:
+    """And a second moment per row."""
+    return muon(shape) + (4 * shape[0] if len(shape) == 2 else 0)
+
+
 def length(count: int, rows: int, columns: int) -> int:
     return 4 * count
 
@@ -157,6 +162,7 @@ CASES: dict[str, Case] = {
         optim.LDAdam, 0.02, lambda shape: low_rank_bytes(shape, "std", more=error_feedback_bytes), {"rank": 4}
     ),
     "muon": Case(Muon, 0.05, muon),
+    "normuon": Case(Muon, 0.05, normuon, {"neuron_beta": 0.9}),
     "adamw, bf16": Case(LowRankOptimizer, 0.02, lambda shape: full_rank_bytes(shape, bf16, bf16), {"store": "bf16"}),
     "warm adamw, int8, int4": Case(
         LowRankOptimizer, 0.02, lambda shape: low_rank_bytes(shape, "right", (int8, int8), int4),

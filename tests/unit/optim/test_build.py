@@ -131,7 +131,7 @@ def test_with_name_changes_only_the_name() -> None:
 OPTION_VALUES = {
     "rank": 2, "gap": 3, "lazy": True, "moment_transfer": "align", "scale": 0.5, "side": "left", "store": "bf16",
     "basis_store": "int8", "start": "random", "projection_type": "left", "momentum": 0.5, "momentum_start": 0.25,
-    "momentum_warmup": 3,
+    "momentum_warmup": 3, "neuron_beta": 0.5, "cautious_decay": True,
 }  # fmt: skip
 GROUP_NAMES = {"galore": {"gap": "update_proj_gap"}}
 

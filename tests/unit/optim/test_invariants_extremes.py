@@ -47,7 +47,7 @@ def learning_rate(name: str, dtype: torch.dtype) -> float:
 
 def takes_eps(name: str) -> bool:
     defaults = CASES[name]([nn.Parameter(random((8, 6)))]).defaults
-    return name == "muon" or defaults.get("rule", "adamw") == "adamw"
+    return name in ("muon", "normuon") or defaults.get("rule", "adamw") == "adamw"
 
 
 @every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -46,14 +47,15 @@ def test_updates_agree_with_torch_muon() -> None:
     assert 0.8 < a.norm() / b.norm() < 1.25
 
 
-def test_splits_of_fused_matrices_are_orthogonalized_separately() -> None:
+@pytest.mark.parametrize("settings", [{}, {"neuron_beta": 0.9, "weight_decay": 0.1, "cautious_decay": True}])
+def test_splits_of_fused_matrices_are_orthogonalized_separately(settings: dict[str, Any]) -> None:
     fused, parts = matrix(24, 16), [nn.Parameter(piece.clone()) for piece in matrix(24, 16).detach().split([8, 8, 8])]
     gradient = matrix(24, 16, 5).detach()
     fused.grad = gradient.clone()
     for part, piece in zip(parts, gradient.split([8, 8, 8]), strict=True):
         part.grad = piece.clone()
-    Muon([{"params": [fused], "splits": [(8, 8, 8)]}]).step()
-    Muon(parts).step()
+    Muon([{"params": [fused], "splits": [(8, 8, 8)]}], **settings).step()
+    Muon(parts, **settings).step()
     torch.testing.assert_close(fused.detach(), torch.cat([part.detach() for part in parts]))
 
 
@@ -68,6 +70,50 @@ def test_adam_groups_equal_torch_adamw() -> None:
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
+def test_normuon_matches_a_loop_over_rows(shape: tuple[int, int]) -> None:
+    """Li et al., 2025; with a row without gradients, whose update stays zero."""
+    p, gradients = matrix(*shape), [matrix(*shape, seed).detach() for seed in (1, 2, 3)]
+    lr, b, beta = 0.1, 0.9, 0.7
+    expected, momentum, moments = p.detach().clone(), torch.zeros(shape), [0.0] * shape[0]
+    optimizer = Muon([p], lr=lr, momentum=b, neuron_beta=beta)
+    for g in gradients:
+        g[2] = 0.0
+        momentum = b * momentum + (1 - b) * g
+        factor = orthogonalize((1 - b) * g + b * momentum)
+        update = factor.clone()
+        for row in range(shape[0]):
+            moments[row] = beta * moments[row] + (1 - beta) * float(factor[row].square().mean())
+            update[row] = factor[row] / (moments[row] ** 0.5 + 1e-10)
+        update *= factor.norm() / update.norm()
+        expected -= lr * max(1.0, shape[0] / shape[1]) ** 0.5 * update
+        p.grad = g.clone()
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(p[2], matrix(*shape)[2])
+    torch.testing.assert_close(optimizer.state[p]["second_moment"].flatten(), torch.tensor(moments))
+
+
+def test_normuon_takes_no_step_without_gradients() -> None:
+    p = matrix(6, 4)
+    p.grad = torch.zeros_like(p)
+    Muon([p], neuron_beta=0.95).step()
+    assert torch.equal(p, matrix(6, 4))
+
+
+def test_cautious_decay_applies_where_the_update_shrinks_the_weight() -> None:
+    p, plain, cautious = matrix(12, 8), matrix(12, 8), matrix(12, 8)
+    for parameter, settings in (
+        (p, {}), (plain, {"weight_decay": 0.3}), (cautious, {"weight_decay": 0.3, "cautious_decay": True})
+    ):  # fmt: skip
+        parameter.grad = matrix(12, 8, 1).detach()
+        Muon([parameter], lr=0.1, **settings).step()  # type: ignore[arg-type]
+    start = matrix(12, 8).detach()
+    shrinks = (start - p) * start > 0
+    assert 0.2 < shrinks.float().mean() < 0.8
+    torch.testing.assert_close(cautious, torch.where(shrinks, plain, p))
+
+
 def test_momentum_warms_up() -> None:
     p = matrix(4, 4)
     optimizer = Muon([p], lr=0.0, momentum=0.95, momentum_start=0.85, momentum_warmup=2)
@@ -79,10 +125,11 @@ def test_momentum_warms_up() -> None:
         torch.testing.assert_close(optimizer.state[p]["momentum"], buffer)
 
 
-def test_state_resumes_bit_for_bit() -> None:
+@pytest.mark.parametrize("neuron_beta", [None, 0.9])
+def test_state_resumes_bit_for_bit(neuron_beta: float | None) -> None:
     def make() -> tuple[nn.Parameter, nn.Parameter, Muon]:
         a, b = matrix(8, 8), nn.Parameter(torch.ones(8))
-        return a, b, Muon([{"params": [a]}, {"params": [b], "rule": "adam"}], lr=0.1)
+        return a, b, Muon([{"params": [a]}, {"params": [b], "rule": "adam"}], lr=0.1, neuron_beta=neuron_beta)
 
     def step(a: nn.Parameter, b: nn.Parameter, optimizer: Muon, seed: int) -> None:
         a.grad, b.grad = matrix(8, 8, seed).detach(), matrix(1, 8, seed).detach()[0]
@@ -121,6 +168,7 @@ def test_closures_and_missing_gradients() -> None:
         ({"lr": -1.0}, "lr: expected .* got -1.0"),
         ({"momentum": 1.0}, "momentum: expected .* got 1.0"),
         ({"betas": (0.9, 1.5)}, r"betas: expected two numbers .* got \(0.9, 1.5\)"),
+        ({"neuron_beta": 1.0}, "neuron_beta: expected .* got 1.0"),
         ({"rule": "sgd"}, "rule: expected muon or adam, got 'sgd'"),
     ],
 )
@@ -136,6 +184,15 @@ def test_misspelled_group_option_is_rejected_and_the_group_not_added() -> None:
     with pytest.raises(OptimizerError, match="use rule = 'adam'"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_state_without_second_moments_is_rejected_by_normuon() -> None:
+    p = matrix(4, 4)
+    p.grad = torch.ones_like(p)
+    optimizer = Muon([p])
+    optimizer.step()
+    with pytest.raises(OptimizerError, match="with second_moment"):
+        Muon([p], neuron_beta=0.9).load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("rule", ["muon", "adam"])

@@ -244,8 +244,9 @@ def test_gradients_of_a_tied_head_are_summed_in_place(tmp_path: Path, tied: bool
     assert predict(config).peak == pytest.approx(peak_allocated(config), rel=0.01)
 
 
-def test_temporaries_that_grow_with_every_block_are_measured_on_all_blocks(tmp_path: Path):
-    config = make(tmp_path, {"num_layers": 9, "vocab_size": 5000}, {"name": "muon"}, micro_batch=1)
+@pytest.mark.parametrize("settings", [{}, {"neuron_beta": 0.9, "cautious_decay": True}])
+def test_temporaries_that_grow_with_every_block_are_measured_on_all_blocks(tmp_path: Path, settings: dict[str, Any]):
+    config = make(tmp_path, {"num_layers": 9, "vocab_size": 5000}, {"name": "muon", **settings}, micro_batch=1)
     predicted = predict(config)
     assert predicted.phase == "step"
     assert predicted.temporaries > predicted.weights
