@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.e2e.pages import LOW_CONTRAST
+from tests.e2e.pages import LOW_CONTRAST, LOW_CONTROL_CONTRAST
 from tests.e2e.serving import ServerProcess, serving
 from tests.support.models import save_with_adapters
 
@@ -501,6 +501,7 @@ def test_no_errors_external_requests_overflow_or_low_contrast(fake_page: Any, se
                 page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
                 colors.add(page.browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
                 assert page.run(LOW_CONTRAST) == []
+                assert page.run(LOW_CONTROL_CONTRAST) == []
                 assert page.run("return document.documentElement.scrollWidth") <= width
             assert len(colors) == 2
     finally:

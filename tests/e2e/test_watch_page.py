@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.pages import LOW_CONTRAST
+from tests.e2e.pages import AXIS_CONTRAST, LOW_CONTRAST, LOW_CONTROL_CONTRAST
 
 from whimbrel.train.control import ControlServer
 from whimbrel.train.run_directory import log_line
@@ -299,6 +299,10 @@ def test_no_errors_external_requests_overflow_or_low_contrast(page: Page, width:
             page.browser.get(page.link)
             page.until(lambda: len(page.charts()) == 5)
             assert page.run(LOW_CONTRAST) == []
+            assert page.run(LOW_CONTROL_CONTRAST) == []
+            labels = page.run(AXIS_CONTRAST)
+            assert len(labels) == 10
+            assert min(labels) >= 4.5
             assert page.run("return document.documentElement.scrollWidth") <= width
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
