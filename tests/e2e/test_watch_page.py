@@ -228,6 +228,7 @@ def test_the_page_without_its_key_asks_for_it(page: Page) -> None:
     page.browser.get(url)
     page.until(lambda: "requires a key" in page.find("#status").text)
     assert page.charts() == []
+    assert [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     for wrong, words in (("wrong", "is incorrect"), ("ключ", "printable ASCII")):
         page.find("#key").clear()
         page.find("#key").send_keys(wrong, Keys.ENTER)

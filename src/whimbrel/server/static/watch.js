@@ -61,13 +61,16 @@ function showStatus(message, isError = false) {
 
 async function call(path, options = {}) {
   const key = sessionStorage.getItem("whimbrel.watch.key") ?? "";
+  if (!key) throw accessError("This page requires a key."); // a rejected request would be an error in the console
   checkKey(key);
   const headers = { Authorization: `Bearer ${key}`, "Content-Type": "application/json" };
   const response = await fetch(path, { ...options, headers }).catch(reportDisconnected);
   if (response.ok) return response.json().catch(reportDisconnected);
-  if (response.status === 401) throw Object.assign(new Error(key ? "The key is incorrect." : "This page requires a key."), { status: 401 });
-  throw new Error(errorMessage(response, await response.json().catch(() => null), key));
+  if (response.status === 401) throw accessError("The key is incorrect.");
+  throw new Error(await errorMessage(response));
 }
+
+const accessError = (message) => Object.assign(new Error(message), { status: 401 });
 
 function reportDisconnected() {
   const names = runs.length <= 3 ? runs.map((run) => ` ${run.name}`).join("") : "";
@@ -111,6 +114,7 @@ async function refresh() {
   } catch (error) {
     if (own.signal.aborted) return;
     showError(error);
+    if (error.status === 401) return; // until another key is entered
   }
   const wait = runs.some((run) => run.state === "running") ? POLL_RUNNING : POLL_IDLE;
   if (!document.hidden) timer = setTimeout(refresh, wait);
