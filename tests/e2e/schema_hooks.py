@@ -1,4 +1,4 @@
-"""Schemathesis hooks: keep completions short, accept long prompts, and use existing token ids in `logit_bias`."""
+"""Schemathesis hooks: keep completions short, and use existing token ids in `logit_bias`."""
 
 import schemathesis
 
@@ -17,9 +17,6 @@ def before_call(context, case, **options):
     for name in limits:
         if isinstance(body[name], int | float) and body[name] > 2:
             body[name] = 2
-    limit = body.get("max_prompt_tokens")
-    if isinstance(limit, int | float) and limit >= 1 and not isinstance(limit, bool):
-        body["max_prompt_tokens"] = max(limit, 4096)
     bias = body.get("logit_bias")
     if isinstance(bias, dict) and all(token.isascii() and token.isdecimal() and len(token) < 10 for token in bias):
         body["logit_bias"] = {str(int(token) % VOCABULARY): value for token, value in bias.items()}

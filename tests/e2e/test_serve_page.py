@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.e2e.pages import LOW_CONTRAST
+from tests.e2e.pages import LOW_CONTRAST, LOW_CONTROL_CONTRAST
 from tests.e2e.serving import ServerProcess, serving
 from tests.support.models import save_with_adapters
 
@@ -39,6 +39,7 @@ const [card, replies] = %s;
 window.sent = [];
 const encode = (event) => `data: ${JSON.stringify(event)}\\n\\n`;
 window.fetch = async (path, options) => {
+  if (path === "/page/access") return new Response(JSON.stringify({ authorized: true }));
   if (path === "/v1/models") return new Response(JSON.stringify({ data: [card] }));
   window.sent.push(JSON.parse(options.body));
   const choice = (delta, finish_reason = null) => ({ choices: [{ index: 0, delta, finish_reason }] });
@@ -56,6 +57,7 @@ class Page:
         self.browser = browser
         browser.get(f"{server.url}/health")  # the chat page itself could save its state after this
         browser.execute_script("sessionStorage.clear()")
+        browser.get_log("browser")  # of earlier tests
         browser.get(server.url)
 
     def find(self, id: str):  # noqa: A002
@@ -115,9 +117,8 @@ class Page:
         return [message["content"] for message in self.messages() if message["role"] == "assistant"]
 
     def problems(self) -> list[str]:
-        """Errors in the console; 4xx responses are logged as errors too."""
-        messages = [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
-        return [message for message in messages if " 40" not in message]
+        """Errors in the console since the last call."""
+        return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
 
     def is_idle(self) -> bool:
         return self.find("turns").get_attribute("aria-busy") == "false"
@@ -134,34 +135,39 @@ def adapter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerP
 
 @pytest.fixture
 def fake_page(browser: webdriver.Chrome, server: ServerProcess) -> Iterator[Any]:
-    """Opens the page with a fake API: `fake_page(replies, **card)`."""
-    scripts = []
+    """Opens the page with a fake API: `fake_page(replies, **card)`. Checks that it logs no errors, as do the others."""
+    scripts, pages = [], []
 
     def open_page(replies: list[list[dict[str, Any]]], **card: Any) -> Page:
         source = FAKE_API % json.dumps([CARD | card, replies])
         result = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
         scripts.append(result["identifier"])
         page = Page(browser, server)
+        pages.append(page)
         page.until(lambda: page.find("model").text == "helper")
         return page
 
     yield open_page
+    assert [problem for page in pages for problem in page.problems()] == []
     for identifier in scripts:
         browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", {"identifier": identifier})
 
 
 @pytest.fixture
-def adapter_page(browser: webdriver.Chrome, adapter_server: ServerProcess) -> Page:
+def adapter_page(browser: webdriver.Chrome, adapter_server: ServerProcess) -> Iterator[Page]:
     """The page of the server with adapters, whose context has 128 tokens; the model is chosen."""
     page = Page(browser, adapter_server)
     page.set("key", adapter_server.key)
     page.until(lambda: page.find("model").get_property("value") == "base")
-    return page
+    yield page
+    assert page.problems() == []
 
 
 @pytest.fixture
-def page(browser: webdriver.Chrome, server: ServerProcess) -> Page:
-    return Page(browser, server)
+def page(browser: webdriver.Chrome, server: ServerProcess) -> Iterator[Page]:
+    page = Page(browser, server)
+    yield page
+    assert page.problems() == []
 
 
 def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: ServerProcess):
@@ -171,6 +177,8 @@ def test_the_page_asks_for_the_key_and_then_shows_the_model(page: Page, server: 
     assert page.find("status").text == ""
     assert page.browser.execute_script("return sessionStorage.getItem('whimbrel.key')") == server.key
     assert page.browser.execute_script("return localStorage.length") == 0
+    page.set("key", "wrong")
+    page.until(lambda: page.find("status").text == "The API key is incorrect.")
 
 
 def test_a_key_that_cannot_be_sent_is_explained(page: Page, server: ServerProcess):
@@ -465,6 +473,8 @@ def test_an_error_is_shown_and_the_message_restored(page: Page, server: ServerPr
     page.until(lambda: "temperature" in page.find("status").text)
     assert page.turns() == []
     assert page.find("text").get_attribute("value") == "Hello"
+    [problem] = page.problems()
+    assert "400" in problem
 
 
 def test_a_message_that_fails_does_not_replace_the_next_one(fake_page: Any):
@@ -501,6 +511,7 @@ def test_no_errors_external_requests_overflow_or_low_contrast(fake_page: Any, se
                 page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
                 colors.add(page.browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
                 assert page.run(LOW_CONTRAST) == []
+                assert page.run(LOW_CONTROL_CONTRAST) == []
                 assert page.run("return document.documentElement.scrollWidth") <= width
             assert len(colors) == 2
     finally:
@@ -625,12 +636,31 @@ def test_only_messages_that_do_not_fit_are_dropped(adapter_page: Page, adapter_s
             usage = client.post("/v1/chat/completions", json=body).json()["usage"]
             expected.append((f"{usage['total_tokens']} of 128 tokens", int(first_kept > 0)))
     assert shown == expected
+    requests = page.run("return performance.getEntriesByType('resource').map(({ name }) => name)")
+    assert len([name for name in requests if name.endswith("/v1/chat/completions")]) == 3
+
+
+def test_a_long_conversation_drops_messages_again_and_again(adapter_page: Page):
+    page = adapter_page
+    page.mode("chat")
+    page.set("max_tokens", "2")
+    starts = []
+    for turn in range(1, 8):
+        page.send("a" * 30)
+        page.until(lambda turn=turn: page.is_idle() and len(page.turns()) == 2 * turn)
+        starts.append(json.loads(page.run("return sessionStorage.getItem('whimbrel.state')"))["start"])
+    assert starts == sorted(starts)
+    assert len(set(starts) - {0}) > 1
+    assert len(page.browser.find_elements(By.CLASS_NAME, "divider")) == 1
+    index = page.run("return [...document.querySelectorAll('#turns > *')].findIndex((e) => e.className === 'divider')")
+    assert index == starts[-1]
 
 
 @pytest.mark.parametrize(("max_tokens", "longest"), [(20, 108), (100, 64)])
 def test_only_text_that_does_not_fit_is_dropped(adapter_page: Page, max_tokens: int, longest: int):
     """At most half of the context is reserved for the continuation."""
     page = adapter_page
+    page.set("temperature", "0")  # a sampled continuation could be empty
     page.set("max_tokens", str(max_tokens))
     for length in (longest, longest + 1):
         page.find("new").click()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.pages import LOW_CONTRAST
+from tests.e2e.pages import AXIS_CONTRAST, LOW_CONTRAST, LOW_CONTROL_CONTRAST
 
 from whimbrel.train.control import ControlServer
 from whimbrel.train.run_directory import log_line
@@ -184,6 +184,29 @@ def test_a_deleted_run_disappears_and_can_come_back(page: Page) -> None:
     page.until(lambda: "done, step 4: train 2.25" in page.find("figure .values").text)
 
 
+def test_the_samples_of_the_running_run_are_first_and_every_run_has_one(page: Page) -> None:
+    def write_samples(run: str, steps: range) -> None:
+        write_steps(Path(run), 1, 2)
+        with Path(run, "log.jsonl").open("a") as file:
+            for step in steps:
+                file.write(log_line("sample", step, {"text": f"text {step}"}))
+
+    def titles(id: str) -> list[str]:  # noqa: A002
+        script = f"return [...document.querySelectorAll('#{id} h3')].map((title) => title.textContent)"
+        return [title.removeprefix("runs/") for title in page.run(script)]
+
+    write_samples("runs/done", range(100, 1200, 100))
+    write_samples("runs/live", range(5, 8))
+    live = ["live, step 7", "live, step 6", "live, step 5"]
+    page.until(lambda: titles("samples") == [*live, *(f"done, step {step}" for step in ("1,100", "1,000", "900"))])
+    assert titles("older-samples") == [f"done, step {step}" for step in range(800, 0, -100)]
+    write_samples("runs/new", range(1, 2))
+    page.until(lambda: len(titles("samples")) == 6 and "new, step 1" in titles("samples"))
+    assert titles("samples")[:3] == live
+    page.find('tr[data-name="runs/live"] input').send_keys(Keys.SPACE)
+    page.until(lambda: titles("samples")[0] == "new, step 1")
+
+
 def test_save_and_stop_are_sent_to_the_run(page: Page) -> None:
     page.until(lambda: len(page.charts()) == 5)
     assert page.browser.find_elements(By.CSS_SELECTOR, 'tr[data-name="runs/done"] button') == []
@@ -205,6 +228,7 @@ def test_the_page_without_its_key_asks_for_it(page: Page) -> None:
     page.browser.get(url)
     page.until(lambda: "requires a key" in page.find("#status").text)
     assert page.charts() == []
+    assert [entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     for wrong, words in (("wrong", "is incorrect"), ("ключ", "printable ASCII")):
         page.find("#key").clear()
         page.find("#key").send_keys(wrong, Keys.ENTER)
@@ -299,6 +323,10 @@ def test_no_errors_external_requests_overflow_or_low_contrast(page: Page, width:
             page.browser.get(page.link)
             page.until(lambda: len(page.charts()) == 5)
             assert page.run(LOW_CONTRAST) == []
+            assert page.run(LOW_CONTROL_CONTRAST) == []
+            labels = page.run(AXIS_CONTRAST)
+            assert len(labels) == 10
+            assert min(labels) >= 4.5
             assert page.run("return document.documentElement.scrollWidth") <= width
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

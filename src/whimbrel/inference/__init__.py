@@ -1,7 +1,7 @@
 """Text generation: `LLM` and `generate`, on an engine with continuous batching and a paged KV cache."""
 
 from whimbrel.inference.beam import Beam, beam_search
-from whimbrel.inference.chat import Answer, Conversation
+from whimbrel.inference.chat import Answer, Conversation, PromptLimits, fit_messages
 from whimbrel.inference.detokenizer import Detokenizer, TextStream, stream_text
 from whimbrel.inference.engine import Engine, EngineConfig, Stats
 from whimbrel.inference.llm import LLM, Completion, RequestOutput, encode_prompt, generate
@@ -25,6 +25,7 @@ __all__ = [
     "Logprob",
     "ModelDraft",
     "NgramDraft",
+    "PromptLimits",
     "Proposal",
     "Request",
     "RequestOutput",
@@ -36,6 +37,7 @@ __all__ = [
     "decode_one",
     "distribution",
     "encode_prompt",
+    "fit_messages",
     "generate",
     "log_probabilities",
     "prefill",

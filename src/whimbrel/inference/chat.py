@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
-from typing import NamedTuple
+import bisect
+import itertools
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from whimbrel.base.errors import RequestError
 from whimbrel.inference.detokenizer import StopStrings, TextStream
@@ -13,7 +15,55 @@ from whimbrel.inference.sequence import as_token_set
 from whimbrel.inference.speculative import Draft
 from whimbrel.tokenization import ChatTemplate, Message
 
-__all__ = ["Answer", "Conversation"]
+__all__ = ["Answer", "Conversation", "PromptLimits", "fit_messages"]
+
+P = TypeVar("P")
+
+
+class PromptLimits(NamedTuple):
+    """Maximum numbers of prompt tokens."""
+
+    complete: int
+    """Of a prompt from which nothing was dropped: leaves space for the answer, at most half of the context."""
+    truncated: int
+    """Of a prompt whose beginning was dropped: half of the context. The next prompts of the conversation then fit
+    without dropping more, so they start with the same tokens, which are in the prefix cache."""
+    last_message: int
+    """Of a conversation of which only the last message of the user is left."""
+
+    @classmethod
+    def of(cls, context_length: int, max_new_tokens: int) -> PromptLimits:
+        """The limits of a model with this context length."""
+        half = context_length // 2
+        complete = context_length - min(max_new_tokens, half)
+        return cls(complete, half, complete)
+
+
+def fit_messages(
+    messages: Sequence[Message], encode: Callable[[Sequence[Message], int], P | None], limits: PromptLimits
+) -> tuple[int, P | None]:
+    """Drop the oldest messages of a conversation if it does not fit.
+
+    `encode(messages, max_tokens)` returns the prompt, or None if it has more tokens. System messages at the start are
+    kept; if any are dropped, the messages after them start with a user message. Returns the number of messages dropped
+    and the prompt, which is None if even the last user message does not fit.
+    """
+    num_system = sum(1 for _ in itertools.takewhile(lambda message: message["role"] == "system", messages))
+    system, turns = messages[:num_system], messages[num_system:]
+    if (prompt := encode(messages, limits.complete)) is not None:
+        return 0, prompt
+    starts = [index for index, message in enumerate(turns) if message["role"] == "user" and index > 0]
+    if not starts:
+        return 0, encode(messages, limits.last_message)
+    prompts: dict[int, P | None] = {}  # a binary search, since each takes time to render and encode
+
+    def fits(start: int) -> bool:
+        limit = limits.last_message if start == starts[-1] else limits.truncated
+        prompts[start] = encode([*system, *turns[start:]], limit)
+        return prompts[start] is not None
+
+    first = starts[min(bisect.bisect_left(starts, 1, key=fits), len(starts) - 1)]
+    return first, prompts[first]
 
 
 class Answer(NamedTuple):
@@ -54,7 +104,7 @@ class Conversation:
         SampleRNG(seed)
         if self._system:
             ids = self._template.encode(self._tokenizer, [*self._system, {"role": "user", "content": "?"}])
-            if len(ids) > self._max_prompt:
+            if len(ids) > self._limits.complete:
                 raise self._too_long_error("the system prompt with a message of one character", ids)
         self._num_turns = 0
         self.messages: list[Message] = []
@@ -67,7 +117,10 @@ class Conversation:
     def ask(self, text: str, draft: Draft | None = None) -> Answer:
         """Send a message. Raises RequestError if it does not fit into the context; `messages` is then unchanged."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        first, ids = self._fit(messages)
+        first, ids = fit_messages([*self._system, *messages], self._encode, self._limits)
+        if ids is None:
+            ids = self._template.encode(self._tokenizer, [*self._system, messages[-1]])
+            raise self._too_long_error("the message", ids)
         tokens = self._llm.stream_tokens(
             ids,
             self._sampling,
@@ -98,26 +151,15 @@ class Conversation:
         return self._llm.engine.context_length
 
     @property
-    def _max_prompt(self) -> int:
-        """Maximum number of prompt tokens that leaves space for an answer."""
-        return self._context_length - min(self._max_new_tokens, self._context_length // 2)
+    def _limits(self) -> PromptLimits:
+        return PromptLimits.of(self._context_length, self._max_new_tokens)
+
+    def _encode(self, messages: Sequence[Message], max_tokens: int) -> list[int] | None:
+        ids = self._template.encode(self._tokenizer, messages, max_tokens=max_tokens)
+        return ids if len(ids) <= max_tokens else None
 
     def _too_long_error(self, name: str, ids: list[int]) -> RequestError:
         return RequestError(
-            f"{name}: expected at most {self._max_prompt} tokens (leaving space for an answer, context length "
+            f"{name}: expected at most {self._limits.complete} tokens (leaving space for an answer, context length "
             f"{self._context_length}), got {len(ids)}"
         )
-
-    def _fit(self, messages: list[Message]) -> tuple[int, list[int]]:
-        """The index of the first message that is kept, and the token ids of the prompt.
-
-        If not everything fits, only half of the context is filled: the next turns then start with the same tokens,
-        which are in the prefix cache.
-        """
-        half = self._context_length // 2
-        user_turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
-        for first in user_turns:
-            ids = self._template.encode(self._tokenizer, [*self._system, *messages[first:]])
-            if len(ids) <= (self._max_prompt if first in (0, user_turns[-1]) else half):
-                return first, ids
-        raise self._too_long_error("the message", ids)

@@ -13,8 +13,8 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 
 from whimbrel import __version__
+from whimbrel.inference import PromptLimits, SamplingParams
 from whimbrel.inference import Request as EngineRequest
-from whimbrel.inference import SamplingParams
 from whimbrel.server.config import ServeConfig
 from whimbrel.server.errors import ApiError, ErrorBody, add_error_handlers, json_response
 from whimbrel.server.middleware import (
@@ -24,6 +24,7 @@ from whimbrel.server.middleware import (
     Metrics,
     MetricsMiddleware,
     RequestTracker,
+    is_authorized,
     on_request_end,
     request_log,
 )
@@ -48,6 +49,8 @@ __all__ = ["Service"]
 T = TypeVar("T")
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
+PAGE_ACCESS = "/page/access"
+"""Tells the pages whether to ask for a key. A rejected request would be logged as an error in the browser's console."""
 DEFAULT_MAX_TOKENS = 16
 """`max_tokens` of a completion request that does not set it."""
 
@@ -62,6 +65,7 @@ ENCODER_THREADS = 2
 STATIC_FILES = {
     "/": "chat.html",
     "/docs": "docs.html",
+    "/favicon.ico": "icon.svg",  # which browsers request with a JSON document
     "/page/chat.css": "chat.css",
     "/page/chat.js": "chat.js",
     "/page/client.js": "client.js",
@@ -105,14 +109,15 @@ class Service:
         add_error_handlers(self.app)
         self._add_routes()
         self.app.openapi = self._openapi  # type: ignore[method-assign]
-        paths = {*STATIC_FILES, COMPLETIONS, CHAT_COMPLETIONS, "/health", "/metrics", "/openapi.json", "/v1/models"}
+        page_paths = {PAGE_ACCESS, *STATIC_FILES}
+        paths = {*page_paths, COMPLETIONS, CHAT_COMPLETIONS, "/health", "/metrics", "/openapi.json", "/v1/models"}
         self.metrics = Metrics(self.worker, paths)
         # The middleware added last runs first.
         body_paths = (COMPLETIONS, CHAT_COMPLETIONS)
         self.app.add_middleware(BodyMiddleware, config=config, requests=self.requests, paths=body_paths)
-        public_paths = {"/health", *STATIC_FILES}
+        public_paths = {"/health", *page_paths}
         self.app.add_middleware(AccessMiddleware, config=config, requests=self.requests, public_paths=public_paths)
-        debug_paths = {"/health", "/metrics", *STATIC_FILES}  # polled, or requested with every page
+        debug_paths = {"/health", "/metrics", *page_paths}  # polled, or requested with every page
         self.app.add_middleware(MetricsMiddleware, metrics=self.metrics, debug_paths=debug_paths)
 
     def _add_routes(self) -> None:
@@ -132,6 +137,7 @@ class Service:
         self.app.include_router(router)
         self.app.add_api_route("/health", self.health, responses=ERROR_RESPONSES)
         self.app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
+        self.app.add_api_route(PAGE_ACCESS, self.get_access, include_in_schema=False)
         add_static_files(self.app, STATIC_FILES)
 
     @asynccontextmanager
@@ -154,6 +160,11 @@ class Service:
             raise ApiError(503, "the engine keeps failing: see the server log", code="engine_failed")
         return json_response({"status": "ok"})
 
+    async def get_access(self, request: Request) -> Response:
+        """Return whether the request has the API key, if one is needed. Requests to the API without it get a 401."""
+        authorized = is_authorized(request.scope, self.config.api_key)
+        return json_response({"authorized": authorized}, headers={"Cache-Control": "no-store"})
+
     async def get_metrics(self) -> Response:
         """Return metrics of the server and its engine in Prometheus' text format."""
         return Response(self.metrics.text(), media_type=METRICS_CONTENT_TYPE)
@@ -174,8 +185,9 @@ class Service:
             self._prompt_threads,
             model.encode_prompts,
             body.prompt,
-            self._max_prompt_tokens(body, max_new_tokens),
+            self._max_prompt_tokens(max_new_tokens),
             body.parse_special is not False,
+            self._truncate_to(body, max_new_tokens),
         )
         contexts = [PromptContext(prompt, body.stop or (), echo=bool(body.echo)) for prompt in prompts]
         prompt_logprobs = body.logprobs if body.echo else None
@@ -193,7 +205,12 @@ class Service:
         messages = [message.for_template() for message in body.messages]
         tools = None if body.tool_choice == "none" else body.tools or None
         prompt = await _run_in_thread(
-            self._chat_threads, model.encode_chat, messages, self._max_prompt_tokens(body, max_new_tokens), tools
+            self._chat_threads,
+            model.encode_chat,
+            messages,
+            self._max_prompt_tokens(max_new_tokens),
+            tools,
+            self._truncate_to(body, max_new_tokens),
         )
         parser = tools and find_parser(model.chat_template, {tool["function"]["name"] for tool in tools})
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -258,10 +275,18 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.models[name]
 
-    def _max_prompt_tokens(self, body: GenerationRequest, max_new_tokens: int) -> int:
+    def _max_prompt_tokens(self, max_new_tokens: int) -> int:
         """Maximum prompt length that leaves space for a new token, unless none is requested."""
         limit = self.worker.context_length - min(1, max_new_tokens)
-        return min(limit, self.config.max_prompt_tokens or limit, body.max_prompt_tokens or limit)
+        return min(limit, self.config.max_prompt_tokens or limit)
+
+    def _truncate_to(self, body: GenerationRequest, max_new_tokens: int) -> PromptLimits | None:
+        """The lengths to which prompts are truncated, if the request asks for it and the context can be halved."""
+        if body.truncation != "auto" or self.worker.context_length < 2:
+            return None
+        limit = self._max_prompt_tokens(max_new_tokens)
+        limits = PromptLimits.of(self.worker.context_length, max_new_tokens)
+        return PromptLimits(min(limits.complete, limit), min(limits.truncated, limit), limit)
 
     def _model_card(self, model: ServedModel) -> dict[str, Any]:
         return {

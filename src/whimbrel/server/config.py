@@ -19,7 +19,8 @@ class ServeConfig:
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
     api_key: str | None = None
-    """Key that clients must send as `Authorization: Bearer KEY`, except for /health and the files of the web pages."""
+    """Key that clients must send as `Authorization: Bearer KEY`, except for /health and the files of the web pages
+    (and /page/access, which says whether the key is accepted)."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names that requests may use; `*` allows any. On a loopback address, loopback names are always allowed."""
     max_requests: int = 256

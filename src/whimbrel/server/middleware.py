@@ -39,6 +39,7 @@ __all__ = [
     "RequestLog",
     "RequestTracker",
     "check_json_structure",
+    "is_authorized",
     "on_request_end",
     "request_log",
 ]
@@ -243,6 +244,22 @@ def _log_request(level: int, scope: Scope, status: int | None, seconds: float, e
     )
 
 
+def is_authorized(scope: Scope, api_key: str | None) -> bool:
+    """Whether a request has the key, or needs none."""
+    if api_key is None:
+        return True
+    scheme, key = _bearer_key(scope)
+    # Digests have equal lengths, so that the time of the comparison reveals nothing about the key.
+    same = hmac.compare_digest(_digest(key.encode("latin-1")), _digest(api_key.encode()))
+    return scheme.lower() == "bearer" and same
+
+
+def _bearer_key(scope: Scope) -> tuple[str, str]:
+    """The scheme and the key of the `Authorization` header."""
+    scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
+    return scheme, key.strip()
+
+
 class AccessMiddleware:
     """Checks the host name and the API key before any of the body is read."""
 
@@ -251,7 +268,7 @@ class AccessMiddleware:
     ) -> None:
         """`public_paths` can be read without a key."""
         self.app, self.requests, self.public_paths = app, requests, frozenset(public_paths)
-        self.key_digest = None if config.api_key is None else _digest(config.api_key.encode())
+        self.api_key = config.api_key
         self.on_loopback = is_loopback(config.host)
         self.allowed_hosts = frozenset(name.lower() for name in config.allowed_hosts)
 
@@ -282,13 +299,11 @@ class AccessMiddleware:
         raise ApiError(421, f"unknown host name {host!r}: allow it with --allow-host", code="unknown_host")
 
     def _check_key(self, scope: Scope) -> None:
-        if self.key_digest is None or (scope["path"] in self.public_paths and scope["method"] in {"GET", "HEAD"}):
+        if scope["path"] in self.public_paths and scope["method"] in {"GET", "HEAD"}:
             return
-        scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
-        # Digests have equal lengths, so that the time of the comparison reveals nothing about the key.
-        if scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip().encode("latin-1")), self.key_digest):
+        if is_authorized(scope, self.api_key):
             return
-        problem = "wrong API key" if key else "missing API key"
+        problem = "wrong API key" if _bearer_key(scope)[1] else "missing API key"
         raise ApiError(
             401,
             f"{problem}: send it as 'Authorization: Bearer KEY'",

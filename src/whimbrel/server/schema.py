@@ -334,8 +334,9 @@ class GenerationRequest(StrictModel):
     """Added to the logits of these token ids."""
     n: Annotated[int, Field(ge=1, le=MAX_N), INTEGER] | None = None
     """Number of completions per prompt. (default: 1)"""
-    max_prompt_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), INTEGER] | None = None
-    """Reject the request if a prompt has more tokens than this. (default: the server's limit)"""
+    truncation: Literal["auto", "disabled"] | None = None
+    """With "auto", the beginning of a prompt that is too long for the context and max_tokens is dropped: the oldest
+    messages of a conversation, or the beginning of a text. (default: "disabled", a long prompt is rejected)"""
     stop: Stops | None = None
     """Strings that end a completion; not included in it."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1), INTEGER] | None = None
@@ -533,10 +534,14 @@ class CompletionChoice(BaseModel):
 class CompletionResponse(BaseModel):
     """Response of POST /v1/completions: all completions of the first prompt, then those of the second, ..."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
+    truncated: bool = False
+    """Whether the beginning of a prompt was dropped; only sent with truncation = "auto"."""
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -598,9 +603,13 @@ class ChatCompletionChoice(BaseModel):
 class ChatCompletionResponse(BaseModel):
     """Response of POST /v1/chat/completions."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
+    dropped_messages: int = 0
+    """Number of old messages that were dropped; only sent with truncation = "auto"."""
     choices: list[ChatCompletionChoice]
     usage: Usage

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from whimbrel.base.errors import ConfigError
-from whimbrel.inference import Detokenizer, encode_prompt
+from whimbrel.inference import Detokenizer, PromptLimits, encode_prompt, fit_messages
 from whimbrel.inference.adapters import open_adapter
 from whimbrel.model_io import Adapter, ModelLocation, ModelSource, locate_model, open_model
 from whimbrel.model_io.adapter import ADAPTER_CONFIG
@@ -21,8 +22,16 @@ from whimbrel.precision import QuantizedWeight
 from whimbrel.server.errors import ApiError, preview
 from whimbrel.tokenization import Tokenizer
 from whimbrel.tokenization.chat_template import DEFAULT_CHAT_TEMPLATE, ChatTemplate
+from whimbrel.tokenization.tokenizer import CHARACTERS_PER_TOKEN
 
 __all__ = ["Prompt", "ServedModel", "TokenTexts", "load_served_model", "open_served_adapters"]
+
+TOO_LONG = "context_length_exceeded"
+"""Error code of a prompt that is too long."""
+
+START_OF_WORD = re.compile(r"(?<=\s)\S")
+MAX_WORD = 64
+"""A truncated text starts with the start of a word if there is one within this number of characters."""
 
 MAX_COMPOSED = 4
 """Maximum number of characters that Unicode normalization composes into one. Ordinary text never needs more."""
@@ -58,6 +67,8 @@ class Prompt:
     ids: tuple[int, ...]
     offsets: tuple[int, ...] | None = None
     """Character offset at which each token starts in the text; None if the text was decoded from the ids."""
+    dropped: int = 0
+    """Number of messages, characters or token ids that were dropped from its beginning to fit the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,30 +112,80 @@ class ServedModel:
         return {name: value for name, value in fields.items() if value is not None}
 
     def encode_prompts(
-        self, prompts: Sequence[str | list[int]], max_tokens: int, parse_special: bool = True
+        self,
+        prompts: Sequence[str | list[int]],
+        max_tokens: int,
+        parse_special: bool = True,
+        truncate_to: PromptLimits | None = None,
     ) -> list[Prompt]:
         """Encode the prompts of a completion; ApiError if one has more than `max_tokens`. Slow: run it in a thread.
 
-        Raises RequestError if a text is not valid Unicode.
+        With `truncate_to`, only the end of a prompt over these limits is encoded. Raises RequestError if a text is not
+        valid Unicode.
         """
-        return [
-            self._encode_text(prompt, max_tokens, parse_special)
-            if isinstance(prompt, str)
-            else self._prompt_from_ids(prompt, max_tokens)
-            for prompt in prompts
-        ]
+        return [self._encode_prompt(prompt, max_tokens, parse_special, truncate_to) for prompt in prompts]
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         max_tokens: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        truncate_to: PromptLimits | None = None,
     ) -> Prompt:
-        """Encode a conversation; ApiError if it has more than `max_tokens`. Slow: run it in a thread."""
+        """Encode a conversation; ApiError if it has more than `max_tokens`. Slow: run it in a thread.
+
+        With `truncate_to`, the oldest messages of a conversation over these limits are dropped, but not the last
+        message of the user.
+        """
+        if truncate_to is None:
+            return self._encode_messages(messages, max_tokens, tools)
+
+        def encode(kept: Sequence[Mapping[str, Any]], limit: int) -> Prompt | None:
+            return _unless_too_long(lambda: self._encode_messages(kept, limit, tools))
+
+        dropped, prompt = fit_messages(messages, encode, truncate_to)
+        if prompt is None:
+            return self._encode_messages(messages, max_tokens, tools)  # raises the error
+        return replace(prompt, dropped=dropped)
+
+    def _encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], max_tokens: int, tools: Sequence[Mapping[str, Any]] | None
+    ) -> Prompt:
         self._check_characters(sum(len(message["content"]) for message in messages), "messages", max_tokens)
         ids = self.chat_template.encode(self.tokenizer, messages, tools=tools, max_tokens=max_tokens)
         _check_length(ids, "messages", max_tokens)
         return Prompt("", tuple(ids))
+
+    def _encode_prompt(
+        self, prompt: str | list[int], max_tokens: int, parse_special: bool, truncate_to: PromptLimits | None
+    ) -> Prompt:
+        if isinstance(prompt, list):
+            if truncate_to is None or len(prompt) <= truncate_to.complete:
+                return self._prompt_from_ids(prompt, max_tokens)
+            dropped = len(prompt) - truncate_to.truncated
+            return replace(self._prompt_from_ids(prompt[dropped:], max_tokens), dropped=dropped)
+        if truncate_to is None:
+            return self._encode_text(prompt, max_tokens, parse_special)
+        complete = _unless_too_long(lambda: self._encode_text(prompt, truncate_to.complete, parse_special))
+        return complete or self._encode_end(prompt, truncate_to.truncated, parse_special)
+
+    def _encode_end(self, text: str, max_tokens: int, parse_special: bool) -> Prompt:
+        """Encode the end of a text that has more than `max_tokens`, if possible from the start of a word."""
+        size = CHARACTERS_PER_TOKEN * max_tokens
+        while True:
+            end = text[-size:]
+            ids, offsets = encode_prompt(self.tokenizer, end, parse_special=parse_special, bos_id=self.bos_id)
+            if len(ids) > max_tokens or size >= len(text):
+                break
+            size *= 2  # of long tokens
+        while len(ids) > max_tokens:
+            start = max(offsets[len(ids) - max_tokens], 1)
+            word = START_OF_WORD.search(end, start, start + MAX_WORD)
+            end = end[word.start() if word else start :]
+            if not end:
+                raise _too_long("more", "the last character of prompt", max_tokens)
+            ids, offsets = encode_prompt(self.tokenizer, end, parse_special=parse_special, bos_id=self.bos_id)
+        return Prompt(end, tuple(ids), tuple(offsets), dropped=len(text) - len(end))
 
     def _encode_text(self, text: str, max_tokens: int, parse_special: bool) -> Prompt:
         self._check_characters(len(text), "prompt", max_tokens)
@@ -156,6 +217,16 @@ class ServedModel:
             raise _too_long(f"{characters} characters", param, max_tokens)
 
 
+def _unless_too_long(encode: Callable[[], Prompt]) -> Prompt | None:
+    """The result of `encode`, or None if it raises the error of a prompt that is too long."""
+    try:
+        return encode()
+    except ApiError as error:
+        if error.code != TOO_LONG:
+            raise
+        return None
+
+
 def _check_length(ids: Sequence[int], param: str, max_tokens: int) -> None:
     if len(ids) > max_tokens:  # the exact number is unknown: encoding may have stopped early
         raise _too_long(f"more than {max_tokens} tokens", param, max_tokens)
@@ -163,7 +234,7 @@ def _check_length(ids: Sequence[int], param: str, max_tokens: int) -> None:
 
 def _too_long(length: str, param: str, max_tokens: int) -> ApiError:
     message = f"{param} has {length}: the maximum prompt length is {max_tokens} tokens"
-    return ApiError(400, message, param=param, code="context_length_exceeded")
+    return ApiError(400, message, param=param, code=TOO_LONG)
 
 
 def load_served_model(

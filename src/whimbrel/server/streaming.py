@@ -183,6 +183,10 @@ class ResponseFormat(Protocol):
     chunk_object_name: str
     with_logprobs: bool
 
+    def truncation(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """The field that says what was dropped from the prompts."""
+        ...
+
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         """A complete choice."""
         ...
@@ -204,6 +208,9 @@ class CompletionFormat:
 
     def __init__(self, texts: TokenTexts, *, with_logprobs: bool) -> None:
         self._texts, self.with_logprobs = texts, with_logprobs
+
+    def truncation(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        return {"truncated": any(prompt.dropped for prompt in prompts)}
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = self._logprobs(delta.tokens) if self.with_logprobs else None
@@ -240,6 +247,9 @@ class ChatFormat:
 
     def __init__(self, texts: TokenTexts, *, with_logprobs: bool) -> None:
         self._texts, self.with_logprobs = texts, with_logprobs
+
+    def truncation(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        return {"dropped_messages": sum(prompt.dropped for prompt in prompts)}
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
@@ -310,6 +320,8 @@ class ResponseBuilder:
             "created": int(time.time()),
             "model": model.name,
         }
+        if request.truncation == "auto":
+            self._head |= response_format.truncation([context.prompt for context in contexts])
 
     async def complete(self) -> Response:
         """One JSON body, once all choices have finished."""

@@ -161,16 +161,58 @@ def test_configured_limits_apply(served: ServedModel):
 CHAT_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 
 
-@pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, COMPLETION_BODY | {"prompt": "a b c"}), (CHAT, CHAT_BODY)])
-def test_a_request_can_limit_its_prompt(served: ServedModel, route: str, body: dict[str, object]):
+LONG_CHAT = [{"role": role, "content": "so " * 20} for role in ("system", *("user", "assistant") * 4, "user")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "prompt", "field", "dropped"),
+    [
+        (COMPLETIONS, {"prompt": "so " * 150}, "truncated", True),
+        (COMPLETIONS, {"prompt": [[1] * 150, [1]]}, "truncated", True),
+        (COMPLETIONS, {"prompt": "so"}, "truncated", False),
+        (CHAT, {"messages": LONG_CHAT}, "dropped_messages", 8),
+        (CHAT, {"messages": LONG_CHAT[:2]}, "dropped_messages", 0),
+    ],
+)
+def test_truncation_drops_the_beginning_of_a_long_prompt(
+    served: ServedModel, stream: bool, route: str, prompt: dict[str, object], field: str, dropped: int
+):
+    body = {"model": "tiny", "max_tokens": 3, "stream": stream, **prompt}
     with running(served) as run:
-        length = run.client.post(route, json=body).json()["usage"]["prompt_tokens"]
-        assert run.client.post(route, json=body | {"max_prompt_tokens": length}).status_code == 200
-        rejected = run.client.post(route, json=body | {"max_prompt_tokens": length - 1})
-        assert error(rejected) == (400, "context_length_exceeded")
-    with running(served, max_prompt_tokens=length - 1) as run:  # the limit of the server still applies
-        rejected = run.client.post(route, json=body | {"max_prompt_tokens": length})
-        assert error(rejected) == (400, "context_length_exceeded")
+        for truncation in ({}, {"truncation": None}, {"truncation": "disabled"}):
+            response = run.client.post(route, json=body | truncation)
+            if dropped:
+                assert error(response) == (400, "context_length_exceeded")
+            else:
+                assert response.status_code == 200
+                assert field not in response.text
+        response = run.client.post(route, json=body | {"truncation": "auto"})
+    assert response.status_code == 200
+    if stream:
+        events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+        assert {event[field] for event in events} == {dropped}
+    else:
+        assert response.json()[field] == dropped
+        assert response.json()["usage"]["prompt_tokens"] <= 65
+
+
+def test_truncation_stays_within_the_limit_of_the_server(served: ServedModel):
+    body = {"model": "tiny", "max_tokens": 3, "prompt": "so " * 150, "truncation": "auto"}
+    with running(served, max_prompt_tokens=10) as run:
+        assert run.client.post(COMPLETIONS, json=body).json()["usage"]["prompt_tokens"] == 10
+        chat = {"model": "tiny", "max_tokens": 3, "messages": LONG_CHAT, "truncation": "auto"}
+        assert error(run.client.post(CHAT, json=chat)) == (400, "context_length_exceeded")
+
+
+def test_the_pages_can_ask_whether_their_key_is_accepted(served: ServedModel):
+    for settings in ({}, {"api_key": "k"}):
+        with running(served, **settings) as run:
+            for value, accepted in (("Bearer k", True), ("Bearer wrong", False), ("Bearer", False), ("k", False)):
+                response = run.client.get("/page/access", headers={"Authorization": value})
+                assert response.json() == {"authorized": accepted or not settings}
+                status = run.client.get("/v1/models", headers={"Authorization": value}).status_code
+                assert (status == 200) == (accepted or not settings)
 
 
 @pytest.mark.parametrize(

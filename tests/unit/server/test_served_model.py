@@ -12,6 +12,7 @@ pytest.importorskip("fastapi", reason="needs the extra `serve`")
 
 
 from whimbrel.base.errors import RequestError
+from whimbrel.inference import PromptLimits
 from whimbrel.inference.detokenizer import Detokenizer
 from whimbrel.server.errors import ApiError
 from whimbrel.server.served_model import Prompt, ServedModel, TokenTexts
@@ -122,6 +123,65 @@ def test_a_text_of_long_tokens_is_encoded_completely(served: ServedModel):
     prompt = served.encode_prompts([text], 100)[0]
     assert (prompt.text, list(prompt.ids)) == (text, served.tokenizer.encode(text))
     assert len(text) > 16 * len(prompt.ids) > 16
+
+
+def limits(complete: int, truncated: int) -> PromptLimits:
+    return PromptLimits(complete, truncated, complete)
+
+
+def test_the_end_of_a_long_text_is_kept_from_the_start_of_a_word(served: ServedModel):
+    text = "The whimbrel flies thousands of kilometres without a stop."
+    [complete] = served.encode_prompts([text], 20, truncate_to=limits(20, 5))
+    assert (complete.text, complete.dropped) == (text, 0)
+    [end] = served.encode_prompts([text], 20, truncate_to=limits(8, 5))
+    assert end == Prompt(text[-15:], tuple(served.tokenizer.encode("without a stop.")), (0, 7, 9, 14), len(text) - 15)
+    [ids] = served.encode_prompts([[1, 2, 3, 4]], 20, truncate_to=limits(3, 2))
+    assert (ids.ids, ids.dropped) == ((3, 4), 2)
+
+
+@pytest.mark.parametrize("text", ["☃" * 100, "☃ " * 100, "-" * 6400, "\U0001f9a2" * 100, "<|endoftext|>" * 50])
+@pytest.mark.parametrize("max_tokens", [4, 7, 30])
+def test_the_end_of_any_text_fits_and_is_not_empty(served: ServedModel, text: str, max_tokens: int):
+    [prompt] = served.encode_prompts([text], 90, truncate_to=limits(45, max_tokens))
+    assert max_tokens // 2 < len(prompt.ids) <= max_tokens
+    assert text == text[: prompt.dropped] + prompt.text
+
+
+def test_only_the_end_of_a_text_far_over_the_limit_is_encoded(served: ServedModel, encoded: list[int]):
+    [prompt] = served.encode_prompts(["so " * 1_000_000 + "the end"], 100, truncate_to=limits(100, 50))
+    assert prompt.text.endswith("so the end")
+    assert len(prompt.ids) == 50
+    assert sum(encoded) < 20_000
+
+
+def test_a_text_whose_last_character_does_not_fit_is_rejected(served: ServedModel):
+    with pytest.raises(ApiError, match="maximum prompt length is 1 token"):
+        served.encode_prompts(["\U0001f9a2" * 2], 3, truncate_to=limits(1, 1))
+
+
+def chat(*roles: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": f"number {index}"} for index, role in enumerate(roles)]
+
+
+def test_the_oldest_messages_are_dropped(served: ServedModel):
+    messages = chat("system", "assistant", *("user", "assistant", "tool", "assistant") * 3, "user")
+    length = len(served.encode_chat(messages, 128).ids)
+    for budget in range(length, 10, -1):
+        prompt = served.encode_chat(messages, 128, truncate_to=PromptLimits(length - 1, budget, 20))
+        kept = [messages[0], *messages[1 + prompt.dropped :]]
+        assert prompt.dropped in (1, 5, 9, 13)
+        assert prompt.ids == served.encode_chat(kept, 128).ids
+        assert len(prompt.ids) <= max(budget, 20)
+        longer = [messages[0], *messages[1 + prompt.dropped - 4 :]]
+        assert prompt.dropped == 1 or len(served.encode_chat(longer, 128).ids) > budget
+    assert served.encode_chat(messages, 128, truncate_to=limits(length, 5)).dropped == 0
+
+
+@pytest.mark.parametrize("roles", [("user",), ("system", "user"), ("user", "assistant", "user"), ("system",)])
+def test_the_last_message_is_never_dropped(served: ServedModel, roles: tuple[str, ...]):
+    with pytest.raises(ApiError, match="messages has") as error:
+        served.encode_chat(chat(*roles), 4, truncate_to=PromptLimits(4, 3, 4))
+    assert error.value.code == "context_length_exceeded"
 
 
 def test_invalid_token_ids_and_lone_surrogates_are_rejected(served: ServedModel):

@@ -1,6 +1,6 @@
 // The chat page. Chat sends the conversation with every message; Complete continues a text, for models without a chat template.
 
-import { KEY, element, readEvents, request } from "/page/client.js";
+import { KEY, checkAccess, element, readEvents, request } from "/page/client.js";
 import { isSubmitKey, isTouch, showDivider, showEditor, showEntry, updateContent, updateStats } from "/page/turns.js";
 
 const find = (id) => document.getElementById(id);
@@ -50,6 +50,7 @@ function showStatus(message, isError = false) {
 // Models and settings
 
 async function loadModels() {
+  await checkAccess();
   cards = (await (await request("/v1/models")).json()).data;
   const chosen = sessionStorage.getItem("whimbrel.model");
   model.replaceChildren(...cards.map(({ id }) => new Option(id, id, false, id === chosen)));
@@ -112,7 +113,7 @@ function render() {
   editing = false;
   const list = entries();
   log.replaceChildren(...list.map((entry, index) => showEntry(entry, controller ? {} : actions(entry, index === list.length - 1))));
-  if (state.mode === "chat" && state.start > 0) log.children[state.start]?.before(showDivider());
+  markStart();
   find("welcome").hidden = list.length > 0;
   if (!list.length) showWelcome();
   showMeter();
@@ -120,6 +121,12 @@ function render() {
   const label = call ? `Result of ${call.function.name}` : state.mode === "chat" ? "Message" : "Text to continue";
   find("text-label").textContent = label;
   text.placeholder = label;
+}
+
+// Marks where the context starts, if the server has dropped older messages.
+function markStart() {
+  log.querySelector(".divider")?.remove();
+  if (state.mode === "chat" && state.start > 0) log.children[state.start]?.before(showDivider());
 }
 
 // Scrolls to the end after a change, unless the user has scrolled up.
@@ -187,71 +194,26 @@ function setBusy(busy) {
   log.setAttribute("aria-busy", String(busy));
 }
 
-// Fitting the context
-
-// The maximum number of tokens of a prompt, which leaves space for the response. Like `whimbrel chat`, fills only half of the context
-// once something is left out, so that the next requests start with the same tokens, which are in the prefix cache.
-function maxPrompt(isComplete) {
-  const { context_length: length } = card();
-  const half = Math.floor(length / 2);
-  return length - (isComplete ? Math.min(Math.floor(sampling().max_tokens), half) : half);
-}
-
-// Yields the prompts to try, the longest first: the server counts their tokens and rejects those that are too long.
-function* chatPrompts(system) {
-  const starts = state.chat.flatMap(({ role }, index) => (role === "user" && index >= state.start ? [index] : []));
-  for (const start of starts) {
-    const messages = [...system, ...state.chat.slice(start).map(apiMessage)];
-    const limit = start === starts.at(-1) ? null : maxPrompt(start === starts[0]);
-    yield { start, path: "/v1/chat/completions", body: { messages, max_prompt_tokens: limit } };
-  }
-}
-
-function* textPrompts(source) {
-  let prompt = source;
-  while (true) {
-    const isShort = prompt.length < 8;
-    const limit = isShort ? null : maxPrompt(prompt === source);
-    yield { start: 0, shortened: prompt !== source, path: "/v1/completions", body: { prompt, max_prompt_tokens: limit } };
-    if (isShort) return;
-    const rest = prompt.slice(Math.ceil(prompt.length / 4));
-    prompt = rest.slice(rest.search(/\s\S/) + 1).replace(/^[\uDC00-\uDFFF]/, ""); // from the start of a word, or at least of a character
-  }
-}
+// Generating
 
 function apiMessage({ role, content, tool_calls, tool_call_id, name }) {
   return { role, content, ...(tool_calls && { tool_calls }), ...(tool_call_id && { tool_call_id, name }) };
 }
 
-// Generating
-
-async function requestCompletion(prompts, options) {
-  let failure = new Error("There is no message to answer.");
-  for (const { body, path, ...attempt } of prompts) {
-    try {
-      const fields = { model: model.value, stream: true, stream_options: { include_usage: true }, ...options, ...body };
-      return { ...attempt, response: await request(path, { method: "POST", body: JSON.stringify(fields), signal: controller.signal }) };
-    } catch (error) {
-      if (error.code !== "context_length_exceeded") throw error;
-      failure = error;
-    }
-  }
-  throw failure;
-}
-
-// Streams the response into `entry`, which is the last one of the mode once the first chunk has arrived.
-async function streamInto(entry, prompts, options) {
+// Streams the response into `entry`, which is the last one of the mode once the response has started. The server drops the beginning
+// of a prompt that does not fit, and says so.
+async function streamInto(entry, path, prompt) {
   const sent = performance.now();
-  const { response, start, shortened } = await requestCompletion(prompts, options);
-  const dropped = start > state.start || shortened;
-  if (state.mode === "chat") state.start = start;
+  const options = { model: model.value, stream: true, stream_options: { include_usage: true }, truncation: "auto" };
+  const body = JSON.stringify({ ...options, ...sampling(), ...prompt });
+  const response = await request(path, { method: "POST", body, signal: controller.signal });
   if (entries().at(-1) !== entry) entries().push(entry);
   follow(render);
   const item = log.lastElementChild;
   const content = item.querySelector(".content");
   content.classList.add("waiting");
   const before = entry.content.length;
-  let [chunks, first, last, usage, finish, drawn] = [0, 0, 0, null, null, true];
+  let [chunks, first, last, usage, finish, drawn, dropped] = [0, 0, 0, null, null, true, false];
   // Tokens per second after the first token; for an answer that arrives all at once, since the request.
   const speed = (tokens) => (last > first && tokens > 1 ? ((tokens - 1) * 1000) / (last - first) : (tokens * 1000) / (last - sent));
   const draw = () => {
@@ -261,6 +223,11 @@ async function streamInto(entry, prompts, options) {
   };
   for await (const event of readEvents(response)) {
     const [choice] = event.choices;
+    if (event.dropped_messages && !dropped) {
+      state.start += event.dropped_messages;
+      follow(markStart);
+    }
+    dropped ||= Boolean(event.dropped_messages || event.truncated);
     usage = event.usage ?? usage;
     finish = choice?.finish_reason ?? finish;
     const piece = choice?.text ?? choice?.delta?.content ?? "";
@@ -308,10 +275,11 @@ async function generate(change, { input = "", action = null } = {}) {
     if (state.mode === "chat") {
       entry = { role: "assistant", content: "", model: model.value };
       const system = find("system").value.trim();
-      await streamInto(entry, chatPrompts(system ? [{ role: "system", content: system }] : []), { ...sampling(), ...tools() });
+      const messages = [...(system ? [{ role: "system", content: system }] : []), ...state.chat.slice(state.start).map(apiMessage)];
+      await streamInto(entry, "/v1/chat/completions", { messages, ...tools() });
     } else {
       entry = entries().at(-1);
-      await streamInto(entry, textPrompts(entry.prompt + entry.content), sampling());
+      await streamInto(entry, "/v1/completions", { prompt: entry.prompt + entry.content });
     }
   } catch (error) {
     const aborted = error.name === "AbortError";

@@ -8,6 +8,14 @@ export function checkKey(key) {
   throw Object.assign(new Error("The key is incorrect: keys contain only printable ASCII characters."), { status: 401 });
 }
 
+// Throws like a rejected request, but the browser logs no error in its console.
+export async function checkAccess() {
+  const { authorized } = await (await request("/page/access")).json();
+  if (!authorized) throw accessError(sessionStorage.getItem(KEY));
+}
+
+const accessError = (key) => Object.assign(new Error(key ? "The API key is incorrect." : "This server requires an API key."), { status: 401 });
+
 export async function request(path, options = {}) {
   const key = sessionStorage.getItem(KEY) ?? "";
   checkKey(key);
@@ -16,12 +24,12 @@ export async function request(path, options = {}) {
     throw error.name === "AbortError" ? error : new Error("Cannot reach the server.");
   });
   if (response.ok) return response;
-  const body = await response.json().catch(() => null);
-  throw Object.assign(new Error(errorMessage(response, body, key)), { code: body?.error?.code, status: response.status });
+  if (response.status === 401) throw accessError(key);
+  throw Object.assign(new Error(await errorMessage(response)), { status: response.status });
 }
 
-export function errorMessage(response, body, key) {
-  if (response.status === 401) return key ? "The API key is incorrect." : "This server requires an API key.";
+export async function errorMessage(response) {
+  const body = await response.json().catch(() => null);
   return body?.error?.message ?? `HTTP status ${response.status}`;
 }
 

@@ -1,6 +1,6 @@
 // The API page: renders /openapi.json route by route. Text is only ever set as textContent.
 
-import { copyButton, element, request } from "/page/client.js";
+import { checkAccess, copyButton, element, request } from "/page/client.js";
 
 const routes = document.getElementById("routes");
 
@@ -90,6 +90,7 @@ function show(api) {
 }
 
 try {
+  await checkAccess();
   show(await (await request("/openapi.json")).json());
 } catch (error) {
   const message = error.status === 401 ? `${error.message} Open the chat page in this tab and enter it under Settings.` : error.message;

@@ -7,7 +7,7 @@ const find = (id) => document.getElementById(id);
 const POLL_RUNNING = 1000, POLL_IDLE = 5000, NOTICE = 8000; // milliseconds
 const GIB = 2 ** 30;
 const NBSP = "\u00a0"; // keeps a number and its unit on one line
-const MAX_SAMPLES = 6; // older ones are folded
+const MAX_SAMPLES = 6; // of all runs, and at least one of each; older ones are folded
 const MAX_SELECTED = 5; // runs that are selected when the page is opened
 const COLORS = 8;
 const CHARTS = [
@@ -61,13 +61,16 @@ function showStatus(message, isError = false) {
 
 async function call(path, options = {}) {
   const key = sessionStorage.getItem("whimbrel.watch.key") ?? "";
+  if (!key) throw accessError("This page requires a key."); // a rejected request would be an error in the console
   checkKey(key);
   const headers = { Authorization: `Bearer ${key}`, "Content-Type": "application/json" };
   const response = await fetch(path, { ...options, headers }).catch(reportDisconnected);
   if (response.ok) return response.json().catch(reportDisconnected);
-  if (response.status === 401) throw Object.assign(new Error(key ? "The key is incorrect." : "This page requires a key."), { status: 401 });
-  throw new Error(errorMessage(response, await response.json().catch(() => null), key));
+  if (response.status === 401) throw accessError("The key is incorrect.");
+  throw new Error(await errorMessage(response));
 }
+
+const accessError = (message) => Object.assign(new Error(message), { status: 401 });
 
 function reportDisconnected() {
   const names = runs.length <= 3 ? runs.map((run) => ` ${run.name}`).join("") : "";
@@ -106,10 +109,12 @@ async function refresh() {
     if (Date.now() >= noticeEnd) showStatus(describe());
     showRuns();
     if (removed || Object.keys(reply.curves).length) draw();
+    else showSamples(); // in another order if a run has ended
     if (added) return reload();
   } catch (error) {
     if (own.signal.aborted) return;
     showError(error);
+    if (error.status === 401) return; // until another key is entered
   }
   const wait = runs.some((run) => run.state === "running") ? POLL_RUNNING : POLL_IDLE;
   if (!document.hidden) timer = setTimeout(refresh, wait);
@@ -274,7 +279,7 @@ function draw() {
     });
   }
   charts.forEach((plot) => showValues(plot));
-  showSamples(drawn);
+  showSamples();
 }
 
 function createChart(chart, series, data, axis, logarithmic) {
@@ -361,18 +366,41 @@ function drawResumes(plot) {
 
 // ---------------------------------------------------------------------------------------------- samples
 
-function showSamples(drawn) {
-  const samples = drawn.flatMap(([name, curve]) => curve.samples.map((sample) => ({ name, ...sample })));
-  samples.sort((a, b) => b.step - a.step);
-  const key = JSON.stringify(samples);
+// The selected runs: running ones first, then the newest.
+function sampledRuns() {
+  const drawn = runs.filter(({ name }) => selected.has(name) && curves.has(name));
+  const running = drawn.filter(({ state }) => state === "running");
+  return [...running, ...drawn.filter((run) => !running.includes(run)).sort((a, b) => b.modified - a.modified)];
+}
+
+function showSamples() {
+  const names = sampledRuns().map(({ name }) => name);
+  const samples = names.map((name) => curves.get(name).samples); // the newest first
+  const key = JSON.stringify([names, samples]);
   if (key === shownSamples) return;
   shownSamples = key;
-  const articles = samples.map(({ name, step, text }) =>
-    element("article", {}, element("h3", { textContent: `${name}, step ${format("step", step)}` }), element("p", { textContent: text, tabIndex: 0 })),
-  );
-  find("samples").replaceChildren(...(articles.length ? articles.slice(0, MAX_SAMPLES) : [element("p", { className: "hint", textContent: "No samples yet." })]));
-  find("older-samples").replaceChildren(...articles.slice(MAX_SAMPLES));
-  find("older").hidden = articles.length <= MAX_SAMPLES;
+  const counts = shownCounts(samples.map(({ length }) => length));
+  const article = (name, { step, text }) =>
+    element("article", {}, element("h3", { textContent: `${name}, step ${format("step", step)}` }), element("p", { textContent: text, tabIndex: 0 }));
+  const articles = (from, to) => names.flatMap((name, index) => samples[index].slice(from(index), to(index)).map((sample) => article(name, sample)));
+  const newest = articles(() => 0, (index) => counts[index]);
+  const older = articles((index) => counts[index], () => Infinity);
+  find("samples").replaceChildren(...(newest.length ? newest : [element("p", { className: "hint", textContent: "No samples yet." })]));
+  find("older-samples").replaceChildren(...older);
+  find("older").hidden = !older.length;
+}
+
+// How many samples of each run are shown, given how many there are: one of each in turn, up to the maximum.
+function shownCounts(available) {
+  const counts = available.map((number) => Math.min(number, 1));
+  let rest = MAX_SAMPLES - counts.reduce((sum, count) => sum + count, 0);
+  for (let before = null; rest > 0 && rest !== before; ) {
+    before = rest;
+    available.forEach((number, index) => {
+      if (rest > 0 && counts[index] < number) [counts[index], rest] = [counts[index] + 1, rest - 1];
+    });
+  }
+  return counts;
 }
 
 // ---------------------------------------------------------------------------------------------- start
