@@ -31,7 +31,7 @@ from whimbrel.distributed import ParallelConfig, join_world
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import Trainer, TrainerCallback
 from whimbrel.train.callbacks import ProgressCallback
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 
 SEQUENCE, VOCABULARY = 32, 512
 MODEL = {

@@ -36,8 +36,8 @@ from whimbrel.models.families import config_to_hf
 from whimbrel.models.lora import initialize_lora
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig, Trainer, TrainerCallback
-from whimbrel.train.config import build_run_config
 from whimbrel.train.memory import empty_model, predict_memory
+from whimbrel.train.run_config import build_run_config
 
 TOKENS_PER_STEP = 8192
 ROW_TOKENS = 2048

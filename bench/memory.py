@@ -39,9 +39,9 @@ from whimbrel.models import GPT
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train import RunConfig
 from whimbrel.train.build import create_optimizer
-from whimbrel.train.config import build_run_config
 from whimbrel.train.initial_model import init_model
 from whimbrel.train.memory import build_dry_run_step, empty_model, optimizer_names, predict_memory, with_optimizer
+from whimbrel.train.run_config import build_run_config
 
 GIB = 2**30
 STEPS = 2

@@ -28,7 +28,7 @@ from whimbrel.data.prepare import prepare, split_text
 from whimbrel.data.sources import iter_documents
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import Trainer, read_log
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 from whimbrel.train.sizing import (
     Plan,
     block_parameters,

@@ -11,8 +11,8 @@ from typing import Any
 from whimbrel.base.files import format_bytes
 from whimbrel.distributed.layout import resolve_layout
 from whimbrel.distributed.traffic import Network, Workload, step_seconds, traffic
-from whimbrel.train.config import RunConfig, build_run_config
 from whimbrel.train.memory_mesh import predict_mesh_memory
+from whimbrel.train.run_config import RunConfig, build_run_config
 
 NETWORK = Network()
 SEQUENCE = 4096

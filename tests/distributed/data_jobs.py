@@ -21,9 +21,9 @@ from whimbrel.distributed.world import World, join_world
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.train import DPO, BaseTrainer, Trainer, TrainingArguments
 from whimbrel.train.callbacks import EarlyStoppingCallback
-from whimbrel.train.config import build_run_config
 from whimbrel.train.evaluation import EvalPrediction
 from whimbrel.train.random_state import rank_seed, seed_everything
+from whimbrel.train.run_config import build_run_config
 
 LENGTH, VOCAB = 8, 32
 Example = dict[str, Tensor]

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from whimbrel.base.errors import ConfigError
 from whimbrel.distributed.state import full_state, lazy_gather_state
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 from whimbrel.train.trainer import BaseTrainer
 
 MAPPED = 2**22

@@ -19,7 +19,8 @@ from whimbrel.distributed import DiLoCo, Layout, ParallelConfig, World, join_wor
 from whimbrel.distributed.traffic import Workload, traffic
 from whimbrel.train import Trainer, TrainerCallback
 from whimbrel.train.build import create_outer_optimizer
-from whimbrel.train.config import EmaConfig, TrainConfig, TrainerConfig, build_run_config
+from whimbrel.train.config import EmaConfig, TrainConfig, TrainerConfig
+from whimbrel.train.run_config import build_run_config
 
 SYNC_EVERY, STEPS = 4, 10
 

@@ -18,8 +18,8 @@ from tests.support.runs import prepare_text
 from whimbrel.distributed.layout import resolve_layout
 from whimbrel.model_io import save_model
 from whimbrel.models import GPT, GPTConfig
-from whimbrel.train.config import build_run_config
 from whimbrel.train.memory_mesh import predict_mesh_memory
+from whimbrel.train.run_config import build_run_config
 
 RANKS = 2
 STEPS = 50 if os.environ.get("WHIMBREL_SOAK", "0") != "0" else 12

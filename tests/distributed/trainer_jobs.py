@@ -15,14 +15,8 @@ from whimbrel.distributed import ParallelConfig
 from whimbrel.models import GPT, GPTConfig
 from whimbrel.optim import OptimConfig
 from whimbrel.train.callbacks import EmaCallback, NormsCallback, SampleCallback
-from whimbrel.train.config import (
-    CheckpointConfig,
-    LogConfig,
-    TrainConfig,
-    TrainerConfig,
-    ValidationConfig,
-    build_run_config,
-)
+from whimbrel.train.config import CheckpointConfig, LogConfig, TrainConfig, TrainerConfig, ValidationConfig
+from whimbrel.train.run_config import build_run_config
 from whimbrel.train.run_directory import read_log
 from whimbrel.train.trainer import BaseTrainer
 

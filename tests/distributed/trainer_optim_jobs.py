@@ -17,7 +17,7 @@ from whimbrel.models import GPT, LoraConfig, apply_lora, preset
 from whimbrel.precision import quantize_
 from whimbrel.train import Trainer, TrainerCallback, TrainingArguments
 from whimbrel.train.arguments import to_config
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 
 MODEL = {"context_length": 32, "vocab_size": 300, "num_layers": 2, "embd_size": 64, "num_heads": 2}
 TOKENS_PER_STEP = 512

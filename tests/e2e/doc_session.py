@@ -25,7 +25,7 @@ import torch
 from tests.support.commands import whimbrel
 from tests.support.documentation import ROOT, code_blocks, commands
 
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 
 SHORTER = {
     "quickstart": "--minutes=0.02 --depth=1 --plain",

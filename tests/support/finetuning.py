@@ -18,7 +18,7 @@ from whimbrel.model_io import save_model
 from whimbrel.models import GPT
 from whimbrel.tokenization import Tokenizer, train_tokenizer
 from whimbrel.train import RunConfig
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 
 CHAT_TOKENS = ("<|im_end|>", "<|im_start|>")
 Pair = tuple[str, str]

@@ -7,7 +7,7 @@ from pathlib import Path
 from whimbrel.data.prepare import prepare
 from whimbrel.tokenization import Tokenizer, train_tokenizer
 from whimbrel.train import train
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 
 
 def prepare_text(folder: Path, text: str, *, vocab_size: int = 300, val_tokens: int = 1500) -> Tokenizer:

@@ -255,7 +255,7 @@ def _held_out_evaluation(
     """Evaluation on `data` or on the validation data of the run in `directory`; without either, a note that says so."""
     from whimbrel.data.shards import has_split
     from whimbrel.evaluate import held_out_evaluation
-    from whimbrel.train.config import build_run_config
+    from whimbrel.train.run_config import build_run_config
     from whimbrel.train.samples import SAMPLES
 
     if data is not None:

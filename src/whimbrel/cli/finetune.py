@@ -78,7 +78,7 @@ def finetune(
     """
     from whimbrel.config import apply_overrides
     from whimbrel.model_io.hub import resolve_path
-    from whimbrel.train.config import build_run_config
+    from whimbrel.train.run_config import build_run_config
 
     configure_logging()
     adapters = _adapters(full, lora_rank, weights, context.args)

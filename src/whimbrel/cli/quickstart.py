@@ -363,7 +363,7 @@ class _Job:
         import torch
 
         from whimbrel.train import Trainer
-        from whimbrel.train.config import build_run_config
+        from whimbrel.train.run_config import build_run_config
         from whimbrel.train.sizing import Plan, config_text
 
         print(f"Measuring the training speed at depth {model.num_layers}", flush=True)

@@ -284,7 +284,7 @@ def _load_config_or_preset(path: Path, overrides: Sequence[str]) -> RunConfig:
     from whimbrel.config import apply_overrides, config_file
     from whimbrel.models import preset_names
     from whimbrel.train import load_run_config
-    from whimbrel.train.config import build_run_config
+    from whimbrel.train.run_config import build_run_config
 
     if path.exists() or str(path) not in preset_names():
         return load_run_config(config_file(path, preset_names()), overrides)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from whimbrel.train.arguments import BaseTrainingArguments, MinimalTrainingArguments, TrainingArguments
     from whimbrel.train.build import SampleFunction
     from whimbrel.train.callback import StopRequest, TrainerCallback, TrainerControl, TrainerState, TrainOutput
-    from whimbrel.train.config import RunConfig, load_run_config
     from whimbrel.train.distill import Distillation, precompute_teacher
     from whimbrel.train.evaluation import PredictionOutput
     from whimbrel.train.objectives import (
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         loss_from_outputs,
     )
     from whimbrel.train.preference import DPO, ORPO
+    from whimbrel.train.run_config import RunConfig, load_run_config
     from whimbrel.train.run_directory import read_log
     from whimbrel.train.strategies import AccelTrainer, DDPTrainer, FSDPTrainer, PipelineTrainer
     from whimbrel.train.target_values import precompute_reference
@@ -69,7 +69,7 @@ __getattr__, __dir__ = lazy_exports(
         "arguments": ["BaseTrainingArguments", "MinimalTrainingArguments", "TrainingArguments"],
         "build": ["SampleFunction"],
         "callback": ["StopRequest", "TrainOutput", "TrainerCallback", "TrainerControl", "TrainerState"],
-        "config": ["RunConfig", "load_run_config"],
+        "run_config": ["RunConfig", "load_run_config"],
         "distill": ["Distillation", "precompute_teacher"],
         "evaluation": ["PredictionOutput"],
         "preference": ["DPO", "ORPO"],

@@ -82,11 +82,12 @@ from whimbrel.train.callbacks import (
     SampleCallback,
 )
 from whimbrel.train.checkpointing import check_savable
-from whimbrel.train.config import RunConfig, TrainerConfig
+from whimbrel.train.config import TrainerConfig
 from whimbrel.train.device import choose_device, free_memory
 from whimbrel.train.initial_model import initial_model
 from whimbrel.train.multi_token import multi_token_objective
 from whimbrel.train.objectives import Objective
+from whimbrel.train.run_config import RunConfig
 from whimbrel.train.step import Scheduler
 
 __all__ = [

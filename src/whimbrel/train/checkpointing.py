@@ -57,10 +57,11 @@ from whimbrel.precision import MixedPrecision, QuantizedWeight
 from whimbrel.tokenization import Tokenizer
 from whimbrel.train.batches import DatasetBatches, check_samples_per_step
 from whimbrel.train.callback import Callbacks, RunningTotals, TrainerControl, TrainerState
-from whimbrel.train.config import RunConfig, TrainerConfig
+from whimbrel.train.config import TrainerConfig
 from whimbrel.train.hf_compat import accepted_kwargs, overrides
 from whimbrel.train.optimizer_state import OptimizerState, SchedulerState
 from whimbrel.train.random_state import RankRNGState
+from whimbrel.train.run_config import RunConfig
 from whimbrel.train.run_directory import clear_directory, events_folder, record_settings
 from whimbrel.train.step import Scheduler
 

@@ -27,12 +27,12 @@ from whimbrel.train.build import (
     with_micro_batch,
     with_recorded_micro_batch,
 )
-from whimbrel.train.config import RunConfig
 from whimbrel.train.device import choose_device
 from whimbrel.train.distill import Distillation, precompute_teacher
 from whimbrel.train.initial_model import initial_model
 from whimbrel.train.objectives import ModelObjective, Objective
 from whimbrel.train.preference import DPO, ORPO
+from whimbrel.train.run_config import RunConfig
 from whimbrel.train.samples import PreparedSamples, prepare_samples
 from whimbrel.train.target_values import precompute_reference
 

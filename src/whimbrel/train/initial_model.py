@@ -22,7 +22,8 @@ from whimbrel.model_io import load_base_model, load_weights, locate_model, read_
 from whimbrel.models import GPT, apply_lora, resize_vocabulary
 from whimbrel.models.lora import initialize_lora, token_modules
 from whimbrel.precision import QuantizedWeight, torch_flags
-from whimbrel.train.config import RunConfig, TrainerConfig
+from whimbrel.train.config import TrainerConfig
+from whimbrel.train.run_config import RunConfig
 
 __all__ = ["add_adapters", "create_model", "has_checkpoint", "init_model", "initial_model", "resize"]
 

@@ -22,13 +22,14 @@ from whimbrel.optim.build import OPTIONS_BY_OPTIMIZER
 from whimbrel.precision import MixedPrecision, prepare, quantize_, sdpa_backends
 from whimbrel.train import build
 from whimbrel.train.build import accumulation_steps
-from whimbrel.train.config import RunConfig, TrainConfig
+from whimbrel.train.config import TrainConfig
 from whimbrel.train.device import Stopwatch, choose_device
 from whimbrel.train.finetune import create_objective
 from whimbrel.train.initial_model import add_adapters, init_model, resize
 from whimbrel.train.memory_tracker import MemoryTracker, simulated_device
 from whimbrel.train.multi_token import multi_token_objective
 from whimbrel.train.objectives import ModelObjective, Objective
+from whimbrel.train.run_config import RunConfig
 from whimbrel.train.samples import added_tokens, choose_template, is_preference
 from whimbrel.train.step import TrainStep
 

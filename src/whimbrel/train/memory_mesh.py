@@ -27,7 +27,6 @@ from whimbrel.models import GPT
 from whimbrel.optim.build import state_bytes
 from whimbrel.precision import QuantizedWeight
 from whimbrel.train import build
-from whimbrel.train.config import ModelConfig, RunConfig
 from whimbrel.train.device import choose_device, peak_flops, total_memory
 from whimbrel.train.memory import (
     Holdings,
@@ -41,6 +40,7 @@ from whimbrel.train.memory import (
     with_optimizer,
 )
 from whimbrel.train.memory_tracker import allocated_bytes
+from whimbrel.train.run_config import ModelConfig, RunConfig
 
 __all__ = ["choose_strategy", "predict_mesh_memory", "predict_pipeline_ranks", "resolve_strategy"]
 

@@ -20,8 +20,8 @@ from whimbrel.base.errors import ConfigError
 from whimbrel.distributed import unwrap
 from whimbrel.models import IGNORE_INDEX
 from whimbrel.ops import linear_multi_token_cross_entropy
-from whimbrel.train.config import RunConfig
 from whimbrel.train.objectives import Batch, LossOutput, ModelObjective
+from whimbrel.train.run_config import RunConfig
 
 __all__ = ["MultiTokenObjective", "multi_token_objective", "multi_token_targets"]
 

@@ -26,8 +26,8 @@ from whimbrel.distributed import World
 from whimbrel.model_io import ModelSource, locate_model, open_model
 from whimbrel.tokenization import ChatTemplate, Tokenizer, apply_builtin_template, load_chat_template, load_tokenizer
 from whimbrel.tokenization.chat_template import TEMPLATE_FILE
-from whimbrel.train.config import RunConfig
 from whimbrel.train.initial_model import has_checkpoint
+from whimbrel.train.run_config import RunConfig
 
 __all__ = [
     "SAMPLES",

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from whimbrel.base.errors import ConfigError, MissingExtraError
 from whimbrel.distributed import ParallelConfig, World
 from whimbrel.train.arguments import MinimalTrainingArguments
-from whimbrel.train.config import RunConfig, TrainerConfig
+from whimbrel.train.config import TrainerConfig
+from whimbrel.train.run_config import RunConfig
 from whimbrel.train.trainer import Trainer
 
 __all__ = ["AccelTrainer", "DDPTrainer", "FSDPTrainer", "PipelineTrainer"]

@@ -30,7 +30,7 @@ from whimbrel.train.callbacks import ControlCallback, ProgressCallback, TensorBo
 from whimbrel.train.callbacks.loggers import JsonlLogger
 from whimbrel.train.callbacks.progress import RunSummary, estimate_memory, features
 from whimbrel.train.checkpointing import CheckpointMixin
-from whimbrel.train.config import LogConfig, RunConfig, TrainerConfig
+from whimbrel.train.config import LogConfig, TrainerConfig
 from whimbrel.train.control import SignalHandler
 from whimbrel.train.device import Stopwatch, choose_device, device_name, peak_flops, peak_memory
 from whimbrel.train.evaluation import EvalPrediction, find_metric, greater_is_better, has_metric
@@ -40,6 +40,7 @@ from whimbrel.train.memory_mesh import resolve_strategy
 from whimbrel.train.objectives import LossFunction, Objective, ObjectiveFunction, as_objective
 from whimbrel.train.overridable import Accelerator, OverridableMethodsMixin
 from whimbrel.train.random_state import rank_seed, seed_everything
+from whimbrel.train.run_config import RunConfig
 from whimbrel.train.run_directory import check_directory, record_launch, resume_after_restart, to_json
 from whimbrel.train.step import NonFiniteError, StepMetrics, TrainStep
 

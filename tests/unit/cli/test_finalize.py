@@ -20,7 +20,7 @@ from whimbrel.data.prepare import prepare
 from whimbrel.model_io import load_model, load_tokenizer, save_model, weight_state_dict
 from whimbrel.tokenization import train_tokenizer
 from whimbrel.train import read_log, train
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 
 MODEL = {"context_length": 32, "vocab_size": 300, "num_layers": 1, "embd_size": 128, "num_heads": 4, "init_std": 0.3}
 

@@ -12,7 +12,7 @@ from tests.support.runs import prepare_text
 from torch import Tensor, nn
 
 from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, TrainingArguments
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 
 MakeRun = Callable[..., RunConfig]
 

@@ -19,7 +19,7 @@ from whimbrel.optim import GroupConfig, OptimConfig
 from whimbrel.precision import sdpa_backends
 from whimbrel.train import RunConfig
 from whimbrel.train.build import create_optimizer
-from whimbrel.train.config import EmaConfig, build_run_config
+from whimbrel.train.config import EmaConfig
 from whimbrel.train.initial_model import init_model
 from whimbrel.train.memory import (
     CUBLAS_WORKSPACE_BYTES,
@@ -32,6 +32,7 @@ from whimbrel.train.memory import (
     with_optimizer,
 )
 from whimbrel.train.memory_tracker import simulated_device
+from whimbrel.train.run_config import build_run_config
 
 MakeRun = Callable[..., RunConfig]
 LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated_mlp": True, "bias": "none", "tied_head": False}

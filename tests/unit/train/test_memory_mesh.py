@@ -20,10 +20,10 @@ from whimbrel.distributed.pipeline import split_layers, stage_indices
 from whimbrel.distributed.traffic import Network, Workload, step_seconds, traffic
 from whimbrel.models import GPT
 from whimbrel.models.gpt import GPTStage
-from whimbrel.train.config import RunConfig, build_run_config
 from whimbrel.train.memory import predict_memory, resolve
 from whimbrel.train.memory_mesh import choose_strategy, predict_mesh_memory, predict_pipeline_ranks
 from whimbrel.train.memory_tracker import allocated_bytes
+from whimbrel.train.run_config import RunConfig, build_run_config
 
 RANKS = 64
 GIB = 2**30

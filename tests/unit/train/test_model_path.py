@@ -20,7 +20,7 @@ from whimbrel.data import TokenDataLoader
 from whimbrel.model_io import load_model
 from whimbrel.models import GPT
 from whimbrel.train import RunConfig, Trainer, TrainerCallback, TrainingArguments, load_run_config, read_log, train
-from whimbrel.train.config import ModelConfig, build_run_config
+from whimbrel.train.run_config import ModelConfig, build_run_config
 
 MakeRun = Callable[..., RunConfig]
 

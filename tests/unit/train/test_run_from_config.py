@@ -202,7 +202,7 @@ def test_clipping_bounds_the_gradients_of_the_optimizer(
 
 
 def test_the_recorded_config_reproduces_the_run(make_run: MakeRun) -> None:
-    from whimbrel.train.config import build_run_config
+    from whimbrel.train.run_config import build_run_config
 
     config = make_run()
     run(config)

@@ -11,7 +11,7 @@ import pytest
 from whimbrel.base.errors import ConfigError
 from whimbrel.models import GPTConfig
 from whimbrel.models.families import config_to_hf
-from whimbrel.train.config import build_run_config
+from whimbrel.train.run_config import build_run_config
 from whimbrel.train.sizing import (
     DEPTHS,
     Measurement,

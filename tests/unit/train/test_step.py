@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from whimbrel.train.build import create_optimizer
-from whimbrel.train.config import build_run_config
 from whimbrel.train.device import Stopwatch
 from whimbrel.train.initial_model import init_model
 from whimbrel.train.memory import build_dry_run_step
+from whimbrel.train.run_config import build_run_config
 
 
 def test_metrics_are_copied_before_the_end_of_step_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
