@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from whimbrel.ops.fp8 import AMAX_LANES, E4M3, E5M2
 from whimbrel.ops.fused_block_triton import NORM_ROWS, add_norm_rows, gelu_parts
 
 __all__ = ["add_norm", "cast", "gelu", "gelu_backward", "logits_gradient", "row_losses", "transpose"]
@@ -199,8 +198,8 @@ def cast(x: Tensor, dtype: torch.dtype, scale: Tensor, lanes: Tensor | None) -> 
     kernel: Any = _cast_kernel
     kernel[_tiles(rows, width)](
         x, _bytes(codes), _bytes(transposed), scale, scale if lanes is None else lanes.view(torch.int32), rows, width,
-        IS_E5M2=dtype == E5M2, RECORDS=lanes is not None, LANES=AMAX_LANES, ROWS=TILE[0], COLUMNS=TILE[1],
-        num_warps=TILE_WARPS,
+        IS_E5M2=dtype == torch.float8_e5m2, RECORDS=lanes is not None, LANES=1 if lanes is None else len(lanes),
+        ROWS=TILE[0], COLUMNS=TILE[1], num_warps=TILE_WARPS,
     )  # fmt: skip
     return codes, transposed
 
@@ -222,12 +221,12 @@ def add_norm(
     """The norm (rows, width) in fp8; `x + y + y_bias`, and mean and 1 / standard deviation of each row."""
     width = x.shape[-1]
     rows, block = x.numel() // width, triton.next_power_of_2(width)
-    total, codes = torch.empty_like(x), torch.empty(rows, width, dtype=E4M3, device=x.device)
+    total, codes = torch.empty_like(x), torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     kernel: Any = _add_norm_kernel
     kernel[(triton.cdiv(rows, NORM_ROWS),)](
         x, y, y_bias, weight, bias, total, _bytes(codes), mean, rstd, scale, lanes.view(torch.int32), rows, eps,
-        width=width, BLOCK=block, ROWS=NORM_ROWS, LANES=AMAX_LANES, num_warps=min(16, max(4, block // 256)),
+        width=width, BLOCK=block, ROWS=NORM_ROWS, LANES=len(lanes), num_warps=min(16, max(4, block // 256)),
     )  # fmt: skip
     return codes, total, mean, rstd
 
@@ -235,11 +234,11 @@ def add_norm(
 def gelu(a: Tensor, *, tanh: bool, scale: Tensor, lanes: Tensor) -> tuple[Tensor, Tensor]:
     """GELU of a matrix in fp8, as is and transposed."""
     rows, width = a.shape
-    codes, transposed = _empty_pair(a, E4M3)
+    codes, transposed = _empty_pair(a, torch.float8_e4m3fn)
     kernel: Any = _gelu_kernel
     kernel[_tiles(rows, width)](
         a, _bytes(codes), _bytes(transposed), scale, lanes.view(torch.int32), rows, width,
-        TANH=tanh, LANES=AMAX_LANES, ROWS=TILE[0], COLUMNS=TILE[1], num_warps=TILE_WARPS,
+        TANH=tanh, LANES=len(lanes), ROWS=TILE[0], COLUMNS=TILE[1], num_warps=TILE_WARPS,
     )  # fmt: skip
     return codes, transposed
 
@@ -247,7 +246,7 @@ def gelu(a: Tensor, *, tanh: bool, scale: Tensor, lanes: Tensor) -> tuple[Tensor
 def gelu_backward(dg: Tensor, a: Tensor, *, tanh: bool, scale: Tensor, lanes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the input of GELU in fp8, as is and transposed, and its column sums."""
     rows, width = a.shape
-    codes, transposed = _empty_pair(a, E5M2)
+    codes, transposed = _empty_pair(a, torch.float8_e5m2)
     column_programs, row_tiles = _tiles(rows, width, SMALL_TILE)
     programs = min(row_tiles, max(1, _multiprocessors(a) * GELU_BACKWARD_PROGRAMS // column_programs))
     per_program = triton.cdiv(row_tiles, programs) * SMALL_TILE[0]
@@ -255,7 +254,7 @@ def gelu_backward(dg: Tensor, a: Tensor, *, tanh: bool, scale: Tensor, lanes: Te
     kernel: Any = _gelu_backward_kernel
     kernel[(column_programs, programs)](
         dg, a, _bytes(codes), _bytes(transposed), partial, scale, lanes.view(torch.int32), rows, per_program, width,
-        TANH=tanh, LANES=AMAX_LANES, ROWS=SMALL_TILE[0], COLUMNS=SMALL_TILE[1], num_warps=TILE_WARPS,
+        TANH=tanh, LANES=len(lanes), ROWS=SMALL_TILE[0], COLUMNS=SMALL_TILE[1], num_warps=TILE_WARPS,
     )  # fmt: skip
     return codes, transposed, partial.sum(0)
 
@@ -280,7 +279,7 @@ def logits_gradient(
 ) -> Tensor:  # fmt: skip
     """The gradient of the summed loss in e5m2; its transpose is written to `transposed` (vocabulary, rows)."""
     rows, width = logits.shape
-    codes = torch.empty(rows, width, dtype=E5M2, device=logits.device)
+    codes = torch.empty(rows, width, dtype=torch.float8_e5m2, device=logits.device)
     kernel: Any = _logits_gradient_kernel
     kernel[_tiles(rows, width, SMALL_TILE)](
         logits, targets, lse, _bytes(codes), _bytes(transposed), rows, transposed.stride(0), scale, softcap or 1.0,
