@@ -125,10 +125,12 @@ def test_init_copies_a_recipe_once(workdir: Path, capsys: pytest.CaptureFixture[
 def test_init_writes_to_a_file_or_into_a_directory(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("here").mkdir()
     assert whimbrel("init", "dpo-lora", "here") == whimbrel("init", "dpo-lora", "new/mine.toml") == 0
-    assert tomllib.loads(Path("here/dpo-lora.toml").read_text()) == tomllib.loads(Path("new/mine.toml").read_text())
+    recipe, mine = (tomllib.loads(Path(name).read_text()) for name in ("here/dpo-lora.toml", "new/mine.toml"))
+    assert mine == recipe | {"output_dir": "runs/mine"}
     capsys.readouterr()
     assert whimbrel("init", "dpo-lora", "my run.toml") == 0
     assert "whimbrel train 'my run.toml'" in capsys.readouterr().out
+    assert tomllib.loads(Path("my run.toml").read_text())["output_dir"] == "runs/my run"
     assert whimbrel("init", "dpo-lor") == 2
     assert capsys.readouterr().err == "whimbrel: unknown recipe 'dpo-lor': did you mean 'dpo-lora'?\n"
     assert sorted(path.name for path in workdir.iterdir()) == ["here", "my run.toml", "new"]
@@ -159,7 +161,7 @@ def test_init_then_train(workdir: Path, shakespeare: str) -> None:
     edited = Path("mine.toml").read_text().replace('path = "data/shakespeare-cpu"', 'path = "shards"')
     Path("mine.toml").write_text(edited)
     assert whimbrel("train", "mine.toml", *SMALL_MODEL, *SHORT) == 0
-    steps = [line for line in read_log(Path("runs/shakespeare-cpu/log.jsonl")) if line["kind"] == "step"]
+    steps = [line for line in read_log(Path("runs/mine/log.jsonl")) if line["kind"] == "step"]
     assert [line["tokens"] for line in steps] == [128, 128]
 
 
