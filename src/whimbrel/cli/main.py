@@ -99,10 +99,23 @@ class CommandWithOverrides(_Command):
         except typer.TyperException:
             _check_overrides(overrides, options)  # for example --train.compile CONFIG, which takes CONFIG for its value
             raise
-        if any("=" not in override for override in overrides) and not ctx.resilient_parsing:  # True for completion
-            _check_overrides(overrides, options)
+        if not ctx.resilient_parsing:  # True for completion
+            _check_resume(overrides)
+            if any("=" not in override for override in overrides):
+                _check_overrides(overrides, options)
         ctx.args = overrides
         return rest
+
+
+def _check_resume(overrides: list[str]) -> None:
+    """Raise for --resume, which other programs have; here it is a section, and resuming is the default."""
+    for override in overrides:
+        typed = override.partition("=")[0]
+        if typed.replace("_", "-") in ("--resume", "--resume-from-checkpoint"):
+            raise ConfigError(
+                f"unknown option {typed}: rerun the same command to resume from the newest checkpoint of the run, or "
+                "pass --resume.path=CHECKPOINT"
+            )
 
 
 def _check_overrides(overrides: list[str], options: set[str]) -> None:
@@ -122,6 +135,9 @@ def _check_overrides(overrides: list[str], options: set[str]) -> None:
             raise ConfigError(f"unknown option {typed}{hint}")
         if isinstance(settings.get(name), bool) and value not in ("true", "false", "none"):
             raise ConfigError(f"expected {typed}=true or {typed}=false, got {override.replace('=', ' ')}")
+        if name in sections and not equals:
+            example = next(setting for setting in settings if setting.startswith(f"{name}."))
+            raise ConfigError(f"{typed} is a section, expected one of its settings, such as {example}=VALUE")
         if not equals:
             raise ConfigError(f"expected a value for {typed}: pass {typed}=VALUE")
 
@@ -294,8 +310,9 @@ def _usage_error(error: Any, context: Any) -> str:
         value = error.__cause__.errors()[0]["input"]  # a pydantic.ValidationError
         kind = expected[1] if expected[1].startswith("a ") else f"a value {expected[1]}"
         text = f"{text[: expected.start()]}expected {kind}, got {value!r}"
-    if (extra := re.search(r"unexpected extra argument.*\((\S+=\S*)\)", text)) is not None:
-        return f"{text}: write --{extra[1]}"
+    if (extra := re.search(r"unexpected extra argument.*\(([\w.-]+)(=\S*)\)", text)) is not None:
+        if similar := _similar_options(extra[1], context):
+            return f"{text}: write {_either([f'{option}{extra[2]}' for option in similar])}"
     if "Invalid value" in text or text.endswith("?") or context is None:
         return text
     if "unexpected extra argument" in text and context.command.name == "generate":
@@ -304,14 +321,23 @@ def _usage_error(error: Any, context: Any) -> str:
 
 
 def _unknown_option(error: Any, args: Sequence[str]) -> str:
-    """The message for an unknown option, with similar ones; for one letter, the options that start with it."""
-    from whimbrel.config import suggest
-
+    """The message for an unknown option, with similar ones."""
     name = error.option_name
     if not name.startswith("--"):  # of -steps, the parser reports only -s
         name = next((arg.partition("=")[0] for arg in args if arg.startswith(name)), name)
-    command, typed = error.ctx.command, name.lstrip("-").replace("_", "-")
-    options = [option for parameter in command.get_params(error.ctx) for option in parameter.opts]
+    similar = _similar_options(name.lstrip("-"), error.ctx)
+    hint = f": did you mean {_either(similar)}?" if similar else f"; see {error.ctx.command_path} --help"
+    return f"unknown option {name}{hint}"
+
+
+def _similar_options(name: str, context: Any) -> list[str]:
+    """The options and settings of a command that a name may stand for; for one letter, the options that start with
+    it.
+    """
+    from whimbrel.config import suggest
+
+    command, typed = context.command, name.replace("_", "-")
+    options = [option for parameter in command.get_params(context) for option in parameter.opts]
     known = {option for option in options if option.startswith("--")}  # not the arguments
     similar = sorted(option for option in known if len(typed) == 1 and option.startswith(f"--{typed.lower()}"))
     if isinstance(command, CommandWithOverrides) and not similar:
@@ -323,8 +349,7 @@ def _unknown_option(error: Any, args: Sequence[str]) -> str:
     if not similar and len(typed) > 1:
         names = {option.removeprefix("--"): option for option in known}  # common dashes would count as similar
         similar = [names[close] for close in [suggest(typed, names)] if close is not None]
-    hint = f": did you mean {_either(similar)}?" if similar else f"; see {error.ctx.command_path} --help"
-    return f"unknown option {name}{hint}"
+    return similar
 
 
 def _either(names: Sequence[str]) -> str:
