@@ -87,6 +87,15 @@ def test_a_file_of_the_same_name_wins_and_a_directory_does_not(workdir: Path) ->
     assert load_run_config("chat-lora").output_dir == Path("mine")
 
 
+@pytest.mark.parametrize("name", ["runs/mine", "mine", "runs"])
+def test_a_config_next_to_or_in_a_directory_is_suggested(workdir: Path, name: str) -> None:
+    Path("runs/mine").mkdir(parents=True)
+    files = {"runs/mine": "runs/mine.toml", "mine": "mine.toml", "runs": "runs/config.toml"}
+    Path(files[name]).touch()
+    with pytest.raises(ConfigError, match=f"expected a TOML file.*did you mean {files[name]}?"):
+        config_file(name)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -99,6 +108,12 @@ def test_a_file_of_the_same_name_wins_and_a_directory_does_not(workdir: Path) ->
 def test_an_unknown_name_is_an_error_with_suggestions(workdir: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_run_config(name)
+
+
+def test_a_broken_link_is_reported_as_such(workdir: Path) -> None:
+    Path("run.toml").symlink_to("moved.toml")
+    with pytest.raises(ConfigError, match="run.toml .*broken symbolic link to moved.toml"):
+        config_file("run.toml")
 
 
 def test_memory_accepts_recipes_and_suggests_presets(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
