@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperGroup
+from typer.core import CompletionItem, TyperArgument, TyperCommand, TyperGroup  # type: ignore[attr-defined]
 
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError, WhimbrelError
@@ -51,6 +51,8 @@ COMMANDS = {
 """Commands in the order of the help page, each as MODULE:FUNCTION below `whimbrel.cli`."""
 DISTRIBUTED = {"train", "memory", "verify", "runs", "compare", "doctor"}
 """Commands that several processes may run: training, and those that only read."""
+OPTION_NAMES = {"num_blocks": "kv_blocks", "allowed_hosts": "allow_host"}
+"""Options that have another name than the parameter in Python."""
 WITH_OVERRIDES = {"train", "finetune", "memory"}
 """Commands that accept settings as `--section.name=value` or `--section.name value`."""
 
@@ -105,6 +107,15 @@ class CommandWithOverrides(_Command):
                 _check_overrides(overrides, options)
         ctx.args = overrides
         return rest
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        completed = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("--") and "." in incomplete:  # listing the settings imports torch, which takes seconds
+            from whimbrel.cli.train import run_settings
+
+            names = [f"--{setting.name}" for setting in run_settings() if "[]" not in setting.name]
+            completed += [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return completed
 
 
 def _check_resume(overrides: list[str]) -> None:
@@ -295,12 +306,25 @@ def _error_line(error: Exception, args: Sequence[str]) -> str:
     context = getattr(error, "ctx", None)
     command = getattr(context, "command_path", "whimbrel")
     if not isinstance(error, typer.TyperException):
-        text = str(error)
+        text = _with_option(str(error), args)
     elif hasattr(error, "possibilities"):
         text = _unknown_option(error, args)
     else:
         text = _usage_error(error, context)
     return f"{command}: {escape_controls(' '.join(text.split()))}"
+
+
+def _with_option(text: str, args: Sequence[str]) -> str:
+    """The message with the option in place of the Python parameter that it starts with (`num_blocks: expected ...`)."""
+    name, _, rest = text.partition(": expected ")
+    option = f"--{OPTION_NAMES.get(name, name).replace('_', '-')}"
+    if not rest or not name.isidentifier() or not args or args[0] not in COMMANDS:
+        return text
+    command = typer.main.get_command(build_app(args[0])).commands[args[0]]  # type: ignore[attr-defined]
+    for each in getattr(command, "commands", {"": command}).values():
+        if any(option in parameter.opts for parameter in each.params):
+            return f"{option}: expected {rest}"
+    return text
 
 
 def _usage_error(error: Any, context: Any) -> str:
@@ -310,9 +334,9 @@ def _usage_error(error: Any, context: Any) -> str:
         value = error.__cause__.errors()[0]["input"]  # a pydantic.ValidationError
         kind = expected[1] if expected[1].startswith("a ") else f"a value {expected[1]}"
         text = f"{text[: expected.start()]}expected {kind}, got {value!r}"
-    if (extra := re.search(r"unexpected extra argument.*\(([\w.-]+)(=\S*)\)", text)) is not None:
-        if similar := _similar_options(extra[1], context):
-            return f"{text}: write {_either([f'{option}{extra[2]}' for option in similar])}"
+    extra = re.search(r"unexpected extra argument.*\(([\w.-]+)(=\S*)\)", text)
+    if extra is not None and (similar := _similar_options(extra[1], context)):
+        return f"{text}: write {_either([f'{option}{extra[2]}' for option in similar])}"
     if "Invalid value" in text or text.endswith("?") or context is None:
         return text
     if "unexpected extra argument" in text and context.command.name == "generate":
