@@ -50,7 +50,12 @@ class MissingExtraError(ConfigError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
-        super().__init__(f"{what} needs the package '{package}': pip install 'whimbrel[{extra}]'")
+        super().__init__(f"{what} needs the package '{package}': {self.install_command(extra)}")
+
+    @staticmethod
+    def install_command(extra: str) -> str:
+        """How to install an extra, from a package index or from a clone."""
+        return f"pip install 'whimbrel[{extra}]', or pip install '.[{extra}]' in a clone"
 
 
 class DataError(WhimbrelError, ValueError):

@@ -21,6 +21,7 @@ __all__ = [
     "PARTIAL",
     "atomic_directory",
     "atomic_file",
+    "broken_link",
     "check_empty",
     "format_bytes",
     "parse_json",
@@ -174,6 +175,11 @@ def format_bytes(size: int) -> str:
     if size >= 2**30:
         return f"{size / 2**30:.2f} GiB"
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+
+
+def broken_link(path: Path) -> str:
+    """For the message about a missing file: where a symbolic link points to; empty for other paths."""
+    return f" (a broken symbolic link to {path.readlink()})" if path.is_symlink() and not path.exists() else ""
 
 
 def parse_json(text: str | bytes) -> Any:

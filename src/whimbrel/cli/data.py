@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whimbrel.cli.terminal import parse_escapes
+from whimbrel.cli.terminal import ProgressBar, parse_escapes
 
 if TYPE_CHECKING:
     from whimbrel.tokenization import Tokenizer
@@ -31,6 +31,25 @@ SkipBad = Annotated[
 ]
 
 tokenizer_app = typer.Typer(help="Train a tokenizer, or inspect one.", no_args_is_help=True)
+
+
+class _PrepareProgress(ProgressBar):
+    """Prints what will be done when it starts, after all arguments have been checked."""
+
+    def __init__(self, directory: Path, total_tokens: int | None, shard_size: int) -> None:
+        super().__init__()
+        tokens = "all" if total_tokens is None else f"{total_tokens:,}"
+        self._header = f"Output directory: {directory}\nTokens: {tokens}\nTokens per shard: {shard_size:,}"
+
+    def print_header(self) -> None:
+        """Print the header once."""
+        if self._header:
+            print(self._header, flush=True)
+            self._header = ""
+
+    def start(self, total: int | None, unit: str, done: int = 0) -> None:
+        self.print_header()
+        super().start(total, unit, done)
 
 
 def prepare(
@@ -73,7 +92,6 @@ def prepare(
     command is interrupted, rerun it to resume after the last complete shard.
     """
     from whimbrel.base.errors import ConfigError
-    from whimbrel.cli.terminal import ProgressBar
     from whimbrel.data.manifest import SPLITS
     from whimbrel.data.prepare import available_cores, default_directory, encode_on_ray, encode_on_threads
     from whimbrel.data.prepare import prepare as write_shards
@@ -89,9 +107,7 @@ def prepare(
     sources = source or [FINEWEB]
     name = source_name(sources[0]) if name is None else name
     directory = out_dir or default_directory(name, sources, total_tokens)
-    print(f"Output directory: {directory}")
-    print(f"Tokens: {'all' if total_tokens is None else f'{total_tokens:,}'}")
-    print(f"Tokens per shard: {shard_size:,}", flush=True)
+    progress = _PrepareProgress(directory, total_tokens, shard_size)
     manifest = write_shards(
         sources,
         directory,
@@ -106,8 +122,9 @@ def prepare(
         encoding=encoding,
         skip_bad=skip_bad,
         backend=encode_on_ray if ray else encode_on_threads(workers or available_cores()),
-        progress=ProgressBar(),
+        progress=progress,
     )
+    progress.print_header()  # unless the shards existed already
     for split in SPLITS:
         if shards := manifest.shards_of(split):
             count = "1 shard" if len(shards) == 1 else f"{len(shards)} shards"
@@ -138,6 +155,7 @@ def train_tokenizer_command(
     """Train a byte-level BPE tokenizer and save it in Hugging Face format, which `transformers` loads too."""
     from whimbrel.base.errors import DataError
     from whimbrel.data.manifest import read_manifest
+    from whimbrel.data.prepare import check_output_directory
     from whimbrel.data.sources import iter_documents, with_skip_hint
     from whimbrel.tokenization import train_tokenizer
 
@@ -148,6 +166,7 @@ def train_tokenizer_command(
             raise with_skip_hint(error) from error
         errors.append(error)
 
+    check_output_directory(out_dir)
     manifest = read_manifest(out_dir)
     documents = iter_documents(source, text_key, separator, encoding, skip, max_bytes)
     tokenizer = train_tokenizer(documents, vocab_size, min_frequency=min_frequency)

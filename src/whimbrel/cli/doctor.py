@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from whimbrel.base.errors import MissingExtraError
+
 __all__ = ["doctor"]
 
 MIN_TORCH, MAX_TORCH = (2, 11), (2, 14)
@@ -173,7 +175,7 @@ def _features(problem: str | None, devices: tuple[Device, ...]) -> Iterator[Feat
         yield Feature(name="train and generate", works=False, note=problem)
     for extra, (package, purpose) in EXTRAS.items():
         version = _version(package)
-        note = f"{package} {version}" if version else f"pip install 'whimbrel[{extra}]'"
+        note = f"{package} {version}" if version else MissingExtraError.install_command(extra)
         yield Feature(name=purpose, works=version is not None, note=note)
 
 

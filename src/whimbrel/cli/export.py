@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["export", "finalize", "push"]
 
 GGUF = ".gguf"
+FILE_SUFFIXES = {".bin", ".safetensors", ".pt", ".pth", ".onnx", ".json", ".txt", ".zip", ".tar", ".gz"}
+"""Suffixes of files that `whimbrel export` does not write."""
 MAX_TOKENS = 2**20
 """Default number of held-out tokens to evaluate."""
 FINALIZE_FIRST = "run `whimbrel finalize` with --data, and push the directory it writes"
@@ -375,7 +377,8 @@ def export(
         )
     from whimbrel.config import suggest
 
-    if output_format is None and out.suffix != GGUF and suggest(out.suffix.lower(), [GGUF]) is not None:
+    is_file_name = out.suffix.lower() in FILE_SUFFIXES or suggest(out.suffix.lower(), [GGUF]) is not None
+    if output_format is None and out.suffix != GGUF and is_file_name:
         raise ConfigError(
             f"expected a directory, or a file name that ends in {GGUF}, got {out}: correct it, or add --format hf"
         )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperGroup
+from typer.core import CompletionItem, TyperArgument, TyperCommand, TyperGroup  # type: ignore[attr-defined]
 
 from whimbrel import __version__
 from whimbrel.base.errors import ConfigError, WhimbrelError
@@ -51,6 +51,8 @@ COMMANDS = {
 """Commands in the order of the help page, each as MODULE:FUNCTION below `whimbrel.cli`."""
 DISTRIBUTED = {"train", "memory", "verify", "runs", "compare", "doctor"}
 """Commands that several processes may run: training, and those that only read."""
+OPTION_NAMES = {"num_blocks": "kv_blocks", "allowed_hosts": "allow_host"}
+"""Options that have another name than the parameter in Python."""
 WITH_OVERRIDES = {"train", "finetune", "memory"}
 """Commands that accept settings as `--section.name=value` or `--section.name value`."""
 
@@ -99,10 +101,32 @@ class CommandWithOverrides(_Command):
         except typer.TyperException:
             _check_overrides(overrides, options)  # for example --train.compile CONFIG, which takes CONFIG for its value
             raise
-        if any("=" not in override for override in overrides) and not ctx.resilient_parsing:  # True for completion
-            _check_overrides(overrides, options)
+        if not ctx.resilient_parsing:  # True for completion
+            _check_resume(overrides)
+            if any("=" not in override for override in overrides):
+                _check_overrides(overrides, options)
         ctx.args = overrides
         return rest
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        completed = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("--") and "." in incomplete:  # listing the settings imports torch, which takes seconds
+            from whimbrel.cli.train import run_settings
+
+            names = [f"--{setting.name}" for setting in run_settings() if "[]" not in setting.name]
+            completed += [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return completed
+
+
+def _check_resume(overrides: list[str]) -> None:
+    """Raise for --resume, which other programs have; here it is a section, and resuming is the default."""
+    for override in overrides:
+        typed = override.partition("=")[0]
+        if typed.replace("_", "-") in ("--resume", "--resume-from-checkpoint"):
+            raise ConfigError(
+                f"unknown option {typed}: rerun the same command to resume from the newest checkpoint of the run, or "
+                "pass --resume.path=CHECKPOINT"
+            )
 
 
 def _check_overrides(overrides: list[str], options: set[str]) -> None:
@@ -122,6 +146,9 @@ def _check_overrides(overrides: list[str], options: set[str]) -> None:
             raise ConfigError(f"unknown option {typed}{hint}")
         if isinstance(settings.get(name), bool) and value not in ("true", "false", "none"):
             raise ConfigError(f"expected {typed}=true or {typed}=false, got {override.replace('=', ' ')}")
+        if name in sections and not equals:
+            example = next(setting for setting in settings if setting.startswith(f"{name}."))
+            raise ConfigError(f"{typed} is a section, expected one of its settings, such as {example}=VALUE")
         if not equals:
             raise ConfigError(f"expected a value for {typed}: pass {typed}=VALUE")
 
@@ -279,12 +306,25 @@ def _error_line(error: Exception, args: Sequence[str]) -> str:
     context = getattr(error, "ctx", None)
     command = getattr(context, "command_path", "whimbrel")
     if not isinstance(error, typer.TyperException):
-        text = str(error)
+        text = _with_option(str(error), args)
     elif hasattr(error, "possibilities"):
         text = _unknown_option(error, args)
     else:
         text = _usage_error(error, context)
     return f"{command}: {escape_controls(' '.join(text.split()))}"
+
+
+def _with_option(text: str, args: Sequence[str]) -> str:
+    """The message with the option in place of the Python parameter that it starts with (`num_blocks: expected ...`)."""
+    name, _, rest = text.partition(": expected ")
+    option = f"--{OPTION_NAMES.get(name, name).replace('_', '-')}"
+    if not rest or not name.isidentifier() or not args or args[0] not in COMMANDS:
+        return text
+    command = typer.main.get_command(build_app(args[0])).commands[args[0]]  # type: ignore[attr-defined]
+    for each in getattr(command, "commands", {"": command}).values():
+        if any(option in parameter.opts for parameter in each.params):
+            return f"{option}: expected {rest}"
+    return text
 
 
 def _usage_error(error: Any, context: Any) -> str:
@@ -294,8 +334,9 @@ def _usage_error(error: Any, context: Any) -> str:
         value = error.__cause__.errors()[0]["input"]  # a pydantic.ValidationError
         kind = expected[1] if expected[1].startswith("a ") else f"a value {expected[1]}"
         text = f"{text[: expected.start()]}expected {kind}, got {value!r}"
-    if (extra := re.search(r"unexpected extra argument.*\((\S+=\S*)\)", text)) is not None:
-        return f"{text}: write --{extra[1]}"
+    extra = re.search(r"unexpected extra argument.*\(([\w.-]+)(=\S*)\)", text)
+    if extra is not None and (similar := _similar_options(extra[1], context)):
+        return f"{text}: write {_either([f'{option}{extra[2]}' for option in similar])}"
     if "Invalid value" in text or text.endswith("?") or context is None:
         return text
     if "unexpected extra argument" in text and context.command.name == "generate":
@@ -304,14 +345,23 @@ def _usage_error(error: Any, context: Any) -> str:
 
 
 def _unknown_option(error: Any, args: Sequence[str]) -> str:
-    """The message for an unknown option, with similar ones; for one letter, the options that start with it."""
-    from whimbrel.config import suggest
-
+    """The message for an unknown option, with similar ones."""
     name = error.option_name
     if not name.startswith("--"):  # of -steps, the parser reports only -s
         name = next((arg.partition("=")[0] for arg in args if arg.startswith(name)), name)
-    command, typed = error.ctx.command, name.lstrip("-").replace("_", "-")
-    options = [option for parameter in command.get_params(error.ctx) for option in parameter.opts]
+    similar = _similar_options(name.lstrip("-"), error.ctx)
+    hint = f": did you mean {_either(similar)}?" if similar else f"; see {error.ctx.command_path} --help"
+    return f"unknown option {name}{hint}"
+
+
+def _similar_options(name: str, context: Any) -> list[str]:
+    """The options and settings of a command that a name may stand for; for one letter, the options that start with
+    it.
+    """
+    from whimbrel.config import suggest
+
+    command, typed = context.command, name.replace("_", "-")
+    options = [option for parameter in command.get_params(context) for option in parameter.opts]
     known = {option for option in options if option.startswith("--")}  # not the arguments
     similar = sorted(option for option in known if len(typed) == 1 and option.startswith(f"--{typed.lower()}"))
     if isinstance(command, CommandWithOverrides) and not similar:
@@ -323,8 +373,7 @@ def _unknown_option(error: Any, args: Sequence[str]) -> str:
     if not similar and len(typed) > 1:
         names = {option.removeprefix("--"): option for option in known}  # common dashes would count as similar
         similar = [names[close] for close in [suggest(typed, names)] if close is not None]
-    hint = f": did you mean {_either(similar)}?" if similar else f"; see {error.ctx.command_path} --help"
-    return f"unknown option {name}{hint}"
+    return similar
 
 
 def _either(names: Sequence[str]) -> str:

@@ -414,7 +414,11 @@ class _Job:
         if plan.is_data_limited:
             yield "Shorter than --minutes: more epochs on so little text would overfit"
         elif plan.seconds > max(self.remaining(), 0) * 1.2:
-            yield "Longer than --minutes: this text needs more time on this machine"
+            if plan.seconds <= self.seconds:
+                spent = _duration(self.seconds - self.remaining())
+                yield f"Longer than --minutes: preparing the text and measuring the speed took {spent}"
+            else:
+                yield "Longer than --minutes: this text needs more time on this machine"
 
     def _commands(self, manifest: Manifest) -> Iterator[str]:
         """The equivalent separate commands."""

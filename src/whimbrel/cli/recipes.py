@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -81,6 +83,7 @@ def init(
 ) -> None:
     """Copy a recipe to a TOML file for editing.
 
+    The copy trains in runs/FILE, where FILE is its name without .toml, so that it does not resume a run of the recipe.
     Comments in the file explain the settings; `whimbrel train --settings` lists all of them.
     """
     from whimbrel.base.errors import ConfigError
@@ -94,8 +97,12 @@ def init(
     target = path / f"{name}.toml" if path.is_dir() else path
     if target.exists() and not force:
         raise ConfigError(f"{target} exists: pass --force to replace it, or another path")
+    output = f"output_dir = {json.dumps(f'runs/{target.stem}', ensure_ascii=False)}"
+    text = re.sub(
+        r'^output_dir = ".*?"', lambda _: output, recipes[name].read_text("utf-8"), count=1, flags=re.MULTILINE
+    )
     with atomic_file(target) as file:
-        file.write(recipes[name].read_bytes())
+        file.write(text.encode())
     print(escape_controls(f"Wrote {target}. Edit it, then run: whimbrel train {shlex.quote(str(target))}"))
 
 

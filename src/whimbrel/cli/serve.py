@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,7 @@ def serve(
     """
     from whimbrel.server import ServeConfig
 
+    _check_names(host, name)
     config = ServeConfig(
         host=host,
         port=port,
@@ -113,6 +115,19 @@ def serve(
         load,
         {"max_batch": max_batch, "num_blocks": kv_blocks, "kv_cache_dtype": kv_cache_dtype, "compile": compile},
     )
+
+
+def _check_names(host: str, name: str | None) -> None:
+    """Raise for an empty model id, and for a host name without an address: no API key would help."""
+    if name is not None and not name.strip():
+        raise ConfigError("expected a model id for --name, got an empty string: omit it to use the directory's name")
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"expected an address of this machine for --host, got '{host}', which has no address: omit it to listen on "
+            "127.0.0.1"
+        ) from error
 
 
 def _run(config: ServeConfig, load: Callable[[], Served], engine_options: dict[str, Any]) -> None:

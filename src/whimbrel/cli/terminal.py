@@ -129,7 +129,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], optional:
         table.add_column(name, overflow="fold", width=width)
     for row in list(zip(*shown, strict=True))[1:]:
         table.add_row(*row)
-    console.print(table)
+    with console.capture() as capture:
+        console.print(table)
+    lines = capture.get().splitlines()
+    print("\n".join(lines if console.is_terminal else map(str.rstrip, lines)))
 
 
 def _column_widths(cells: Sequence[Sequence[str]], available: int) -> list[int] | None:

@@ -222,7 +222,10 @@ def memory(
             help="TOML file of the run, a recipe, or a model preset such as llama2-7b.", autocompletion=complete_config
         ),
     ],
-    device: Annotated[str | None, typer.Option(help="Predict for cuda or cpu; the device need not be present.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Predict for cuda or cpu; the device need not be present. (default: that of the run)"),
+    ] = None,
     nproc: Annotated[
         int | None,
         typer.Option(help="Number of processes to predict for. (default: the product of the sizes in [parallel])"),
@@ -256,6 +259,10 @@ def memory(
 
     if device not in (None, "cuda", "cpu"):
         raise ConfigError(f"expected --device cuda or cpu, got {device}")
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"expected --nproc of at least 1, got {nproc}")
+    if not 0 < device_memory < math.inf:
+        raise ConfigError(f"expected --device-memory > 0, got {device_memory:g}")
     for name in optimizer or ():
         if name not in optimizer_names():
             raise ConfigError(f"unknown --optimizer {name}{did_you_mean(name, optimizer_names())}")
@@ -265,18 +272,24 @@ def memory(
     names = [loaded.optim.name, *others]
     layout = None
     if nproc is not None or loaded.parallel != ParallelConfig():
-        loaded, layout = _resolve_mesh(loaded, nproc, device or "cuda", device_memory)
+        loaded, layout = _resolve_mesh(loaded, nproc, device or _device_type(loaded), device_memory)
     with warn_once("whimbrel.optim.build"):  # the warnings of one optimizer apply to most others too
         if layout is None or layout.world_size == 1:
             predictions = predict_memory(loaded, device, names)
         else:
-            predictions = predict_mesh_memory(loaded, layout, device or "cuda", names)
+            predictions = predict_mesh_memory(loaded, layout, device or _device_type(loaded), names)
     if as_json:
         from dataclasses import asdict
 
         print(json.dumps([asdict(prediction) for prediction in predictions], indent=1))
     else:
         _print_predictions(loaded, predictions, parameters=parameters)
+
+
+def _device_type(config: RunConfig) -> str:
+    from whimbrel.train.device import choose_device
+
+    return choose_device(config.train.device).type
 
 
 def _load_config_or_preset(path: Path, overrides: Sequence[str]) -> RunConfig:

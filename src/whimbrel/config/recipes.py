@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.base.files import broken_link
 from whimbrel.config.schema import did_you_mean
 
 __all__ = ["Recipe", "config_file", "read_recipe", "recipe_files"]
@@ -63,9 +64,14 @@ def config_file(name: str | os.PathLike[str], others: Collection[str] = ()) -> P
     path, recipes = Path(name), recipe_files()
     if str(name) in recipes and not path.is_file():
         return recipes[str(name)]
-    if path.exists():
+    if path.exists() and not path.is_dir():
         return path
-    if path.name == str(name) and not path.suffix:
+    if found := [file for file in (Path(f"{path}.toml"), path / "config.toml") if file.is_file()]:
+        kind = "got a directory" if path.is_dir() else "no such file"
+        raise ConfigError(f"expected a TOML file, {kind}: {path}: did you mean {found[0]}?")
+    if path.is_dir():
+        return path
+    if path.name == str(name) and not path.suffix and not path.is_symlink():
         raise ConfigError(f"no such configuration file or recipe: {name}{did_you_mean(str(name), {*recipes, *others})}")
-    hint = f": did you mean the recipe '{path.stem}'?" if path.stem in recipes else ""
+    hint = f": did you mean the recipe '{path.stem}'?" if path.stem in recipes else broken_link(path)
     raise ConfigError(f"no such configuration file: {path}{hint}")

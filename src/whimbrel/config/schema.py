@@ -270,7 +270,8 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         return tuple(convert(item, v, f"{where}[{i}]") for i, (item, v) in enumerate(zip(items, value, strict=True)))
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
-            raise _type_error(where, value, "a table")
+            first = next(iter(dataclasses.fields(kind))).name
+            raise _type_error(where, value, f"a table of settings such as {_join(where, first)}")
         return build(cast(Any, kind), value, where)
     return _convert_scalar(kind, value, where)
 
@@ -292,7 +293,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in arguments:
         return None
     if not isinstance(value, Mapping) and all(map(dataclasses.is_dataclass, {*arguments} - {type(None)})):
-        raise _type_error(where, value, "a table, or none")
+        raise _type_error(where, value, "a table of settings, or none")
     listed = isinstance(value, list | tuple) or (isinstance(value, Override) and len(value.items()) != 1)
     errors: dict[bool, ConfigError] = {}
     for kind in sorted(arguments, key=_is_list):  # try scalars first: "x" is a string, not a list of one

@@ -55,6 +55,7 @@ from whimbrel.tokenization.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FIL
 __all__ = [
     "Backend",
     "available_cores",
+    "check_output_directory",
     "default_directory",
     "encode_on_ray",
     "encode_on_threads",
@@ -68,9 +69,14 @@ HELD_OUT_FACTOR = 4.0
 """Oversampling factor of validation candidates, so that enough documents are found; unused candidates become training
 data.
 """
+MIN_HELD_OUT_FACTOR = 2.0
+"""Oversampling factor of larger validation splits: few documents are left to make up for an unlucky selection."""
+MAX_HELD_OUT_SHARE = 0.9
+"""Share of the tokens above which a validation split leaves too few to train on."""
 HELD_OUT_PARTS = 8
 """Documents longer than `val_tokens` divided by this are split, so that a few long documents can be divided, too."""
 MIN_PART_TOKENS = 64
+MAX_SHARDS = 10_000
 HELD_OUT_SHARE = 0.01
 """Share of documents considered for validation if the size of the source is unknown."""
 RAY_BATCHES_AHEAD = 8
@@ -110,12 +116,11 @@ def prepare(
     """
     directory = Path(out_dir)
     _check_arguments(name, shard_size, total_tokens, val, val_tokens)
-    parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not parent.is_dir():
-        raise ConfigError(f"expected a directory for --out-dir, got {directory}: {parent} is a file")
+    check_output_directory(directory)
     val_sources, train_sources = resolve_sources(val), resolve_sources(sources)
     check_separator(separator, val_sources + train_sources)
     check_encoding(encoding, val_sources + train_sources)
+    _check_number_of_shards(shard_size, _available_tokens(train_sources, total_tokens))
     settings = ShardSettings(
         name=name,
         shard_size=shard_size,
@@ -151,6 +156,13 @@ def prepare(
         val_sources + train_sources, manifest.resume, BatchEncoder.from_settings(tokenizer, settings), settings
     )
     return collector.run(batches, progress or NoProgress())
+
+
+def check_output_directory(directory: Path) -> None:
+    """Raise if a file is where the directory, or one of its parents, should be."""
+    parent = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"expected a directory for --out-dir, got {directory}: {parent} is a file")
 
 
 def default_directory(name: str, sources: Sequence[str], total_tokens: int | None) -> Path:
@@ -203,6 +215,7 @@ class _ShardCollector:
                     self._save(point)
                 if self._complete():
                     break
+            self._check_held_out()
             self._check_result()
             self._save(None)
             progress.finish()
@@ -247,9 +260,22 @@ class _ShardCollector:
             return None
         return round(self._train.tokens * sum(sizes) / (sum(sizes[:source]) + progress * sizes[source]))
 
+    def _check_held_out(self) -> None:
+        """Remove what was written and raise if `val_tokens` leaves hardly any text to train on."""
+        settings, held_out = self._settings, self._val.tokens
+        available = self._train.tokens + held_out
+        if (
+            settings.val_tokens
+            and self._train.tokens != settings.total_tokens
+            and held_out > MAX_HELD_OUT_SHARE * available
+        ):
+            self._discard()
+            raise DataError(
+                f"--val-tokens {settings.val_tokens} holds out {held_out:,} of {available:,} tokens, too many to train "
+                "on the rest: pass a smaller number, or use --val"
+            )
+
     def _check_result(self) -> None:
-        if not self._train.tokens and self._val.tokens and self._settings.val_tokens:
-            raise DataError("--val-tokens held out all documents: pass a smaller number, or use --val")
         if self._skipped:
             first = f"; the first: {self._first_error}" if self._first_error else ""
             count = f"{self._skipped:,} document{'s' * (self._skipped != 1)}"
@@ -568,13 +594,27 @@ def _difference(before: ShardSettings, now: ShardSettings) -> str:
     return ", ".join(f"{name} was {shown(old)}, now {shown(new)}" for name, old, new in values if old != new)
 
 
+def _available_tokens(sources: Sequence[Source], limit: int | None) -> int | None:
+    """Estimated number of tokens of the sources, or `limit` if that is lower; None if both are unknown."""
+    sizes = [source.text_bytes() for source in sources]
+    known = None if None in sizes else sum(size or 0 for size in sizes) // BYTES_PER_TOKEN
+    return min((count for count in (known, limit) if count is not None), default=None)
+
+
+def _check_number_of_shards(shard_size: int, tokens: int | None) -> None:
+    if tokens is not None and tokens > MAX_SHARDS * shard_size:
+        raise ConfigError(
+            f"expected --shard-size of at least {-(-tokens // MAX_SHARDS):,} for about {tokens:,} tokens, got "
+            f"{shard_size}: it would write more than {MAX_SHARDS:,} files"
+        )
+
+
 def _val_share(sources: Sequence[Source], total_tokens: int | None, val_tokens: int) -> float:
     """The share of documents considered for validation. Depends on the arguments only: a resume uses the same."""
     if not val_tokens:
         return 0.0
-    sizes = [source.text_bytes() for source in sources]
-    known = None if None in sizes else sum(size or 0 for size in sizes) // BYTES_PER_TOKEN
-    available = min((n for n in (known, total_tokens and total_tokens + val_tokens) if n is not None), default=None)
+    available = _available_tokens(sources, total_tokens and total_tokens + val_tokens)
     if available is None:
         return HELD_OUT_SHARE
-    return min(0.5, round(HELD_OUT_FACTOR * val_tokens / max(available, 1), 6))
+    needed = val_tokens / max(available, 1)
+    return min(round(HELD_OUT_FACTOR * needed, 6), max(0.5, round(MIN_HELD_OUT_FACTOR * needed, 6)), 1.0)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from whimbrel.base.errors import ConfigError, DataError, MissingExtraError
+from whimbrel.base.files import broken_link
 from whimbrel.config import suggest
 from whimbrel.data.manifest import SourceRecord
 
@@ -163,7 +164,11 @@ def resolve_source(source: str) -> Sequence[Source]:
     if HUB_NAME.fullmatch(source) and _file_type(path)[0] is None and (":" in source or not path.parent.is_dir()):
         dataset, _, config = source.partition(":")
         return [HubDataset(dataset, config or None)]
-    raise DataError(f"no such file: {source}{_similar_file(source)}; {_expected_source()}")
+    if path.exists():
+        raise DataError(
+            f"expected a regular file or directory, got the pipe or device {source}: save its text to a file"
+        )
+    raise DataError(f"no such file: {source}{broken_link(path) or _similar_file(source)}; {_expected_source()}")
 
 
 def resolve_sources(sources: Sequence[str]) -> list[Source]:
@@ -264,9 +269,9 @@ def check_separator(separator: str | None, sources: Sequence[Source]) -> None:
 def check_encoding(encoding: str, sources: Sequence[Source]) -> None:
     """Raise for an unknown encoding, and for one without effect."""
     try:
-        "a".encode(encoding)
+        codecs.getincrementaldecoder(encoding)(INVALID_BYTES).decode("a".encode(encoding), final=True)
     except (LookupError, ValueError) as error:
-        raise ConfigError(f"unknown --encoding {encoding!r}: expected a Python codec, such as latin-1") from error
+        raise ConfigError(f"unknown --encoding {encoding!r}: expected a text encoding such as latin-1") from error
     is_text = any(isinstance(source, LocalFile) and source.kind != "parquet" for source in sources)
     if codecs.lookup(encoding).name != "utf-8" and not is_text:
         raise ConfigError(f"--encoding {encoding} applies to text and jsonl files, but no source is one: omit it")
@@ -693,7 +698,8 @@ def _similar_file(source: str) -> str:
         visible = [entry for entry in path.parent.iterdir() if not entry.name.startswith(".")]
         entries = [entry for entry in visible if entry.is_dir() or _file_type(entry)[0] is not None]
         entries.sort(key=lambda entry: entry.suffix == path.suffix)  # the same suffix is preferred
-        by_stem = {_without_suffixes(entry.name): entry for entry in entries}
+        by_stem = {name: Path(name) for name in BUNDLED if path.parent == Path()}
+        by_stem |= {_without_suffixes(entry.name): entry for entry in entries}
         close = suggest(_without_suffixes(path.name), by_stem, FILE_SIMILARITY)
         return "" if close is None else f" (did you mean {by_stem[close]}?)"
     return ""

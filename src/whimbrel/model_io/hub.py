@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from whimbrel.base.errors import CheckpointError, ConfigError, MissingExtraError
+from whimbrel.base.files import broken_link
 from whimbrel.config import did_you_mean_path
 from whimbrel.model_io.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from whimbrel.model_io.weights import CONFIG, INDEX, WEIGHTS, read_json
@@ -49,7 +50,7 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
     if source.exists():
         return source
     if not is_hub_id(source):
-        remedy = did_you_mean_path(source, RUN_OR_MODEL) or f": {EXPECTED_PATH}"
+        remedy = broken_link(source) or did_you_mean_path(source, RUN_OR_MODEL) or f": {EXPECTED_PATH}"
         raise CheckpointError(f"no run or model at {source}{remedy}")
     name, revision = _split(source)
     cached = cached_model(name, revision)

@@ -196,11 +196,17 @@ def _is_run(path: Path) -> bool:
 
 def _newest_checkpoint(run: Path) -> Path:
     """The newest checkpoint whose model passes verification; skips damaged ones with a warning."""
-    for path in reversed(list_checkpoints(run).values()):
+    checkpoints = list_checkpoints(run)
+    for path in reversed(checkpoints.values()):
         try:
             verify_component(path, "model")
         except CheckpointError as error:
             logging.getLogger(__name__).warning("skipping damaged checkpoint: %s", error)
         else:
             return path
+    if checkpoints:
+        raise CheckpointError(
+            f"run {run} has only damaged checkpoints (whimbrel verify {run} says what is wrong): restore one from a "
+            "copy, or train the run again"
+        )
     raise CheckpointError(f"run {run} {NO_CHECKPOINT}")

@@ -319,9 +319,12 @@ def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemp
 def read_template(file: Path) -> str:
     """The text of a Jinja file."""
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"expected a Jinja file, got {file}, which is not UTF-8 at byte {error.start}") from error
+    if "{{" not in text and "{%" not in text:
+        raise DataError(f"expected a Jinja file with {{{{ }}}} or {{% %}}, got {file}, which has neither")
+    return text
 
 
 def _templates_by_name(value: object, file: Path) -> dict[str, str]:

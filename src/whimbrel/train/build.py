@@ -259,9 +259,10 @@ def default_micro_batch(
     sequences = tokens_per_step // sequence_length
     if tokens_per_step % sequence_length:
         below = sequences * sequence_length
+        nearest = f"{below} or {below + sequence_length}" if below else f"{sequence_length}"
         raise ConfigError(
             f"train.tokens_per_step = {tokens_per_step} is not a multiple of the sequence length {sequence_length}: "
-            f"use {below or sequence_length} or {below + sequence_length}"
+            f"use {nearest}"
         )
     free = free_memory(device)
     limit = (CPU_MICRO_BATCH_TOKENS if free is None else MAX_MICRO_BATCH_TOKENS) // sequence_length

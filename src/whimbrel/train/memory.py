@@ -421,7 +421,7 @@ def resolve(config: RunConfig, device_type: str, data_ranks: int = 1) -> RunConf
             world = World(Layout(dp_replicate=data_ranks))
         train = replace(train, micro_batch=build.choose_micro_batch(config, model, local, world))
     assert train.micro_batch is not None
-    accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch * data_ranks, config.sequence_length)
+    accumulation = accumulation_steps(config.tokens_per_step, train.micro_batch, config.sequence_length, data_ranks)
     uncompiled: dict[str, Any] = {f.name: f.default for f in fields(TrainConfig) if "compile" in f.name}
     train = replace(train, tokens_per_step=None, accumulation=accumulation, **uncompiled)
     if isinstance(train.recompute, float):  # the compiler decides what to recompute

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 SAMPLES = "samples"
 REQUEST_FILE, REPORT_FILE = "request.json", "report.json"
+MAX_SHOWN = 150
+"""Maximum length of two values that an error message shows."""
 GENERATION_CONFIG, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 PROCESSING_FILES = (TOKENIZER_CONFIG, TEMPLATE_FILE, GENERATION_CONFIG)
 
@@ -135,8 +137,8 @@ def _ensure_written(config: RunConfig, directory: Path) -> None:
         if resumes:
             changed = [name for name in changed if name != "model.path"]
             raise DataError(
-                f"{changed[0]} has changed since the run in {config.output_dir} was started "
-                f"({_difference(found.get(changed[0]), request[changed[0]])}): restore it, or choose another output_dir"
+                f"{changed[0]} has changed since the run in {config.output_dir} was started"
+                f"{_difference(found.get(changed[0]), request[changed[0]])}: restore it, or choose another output_dir"
             )
     with DirectoryLock(config.output_dir):
         _write(config, request, directory)
@@ -185,17 +187,21 @@ def _records(sources: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _difference(old: Any, new: Any) -> str:
+    """How two values of a request differ, in parentheses; empty if they are too long to show."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        changes = [f"{name} was {old.get(name)}, now {new.get(name)}" for name in new if old.get(name) != new[name]]
+        return f" ({', '.join(changes)})"
     if isinstance(old, list) and isinstance(new, list):  # records of files
         before, after = ([str(record["name"]) for record in records] for records in (old, new))
         if before == after:
-            return f"{next(name for name, a, b in zip(before, old, new, strict=True) if a != b)} is not the same"
+            return f" ({next(name for name, a, b in zip(before, old, new, strict=True) if a != b)} is not the same)"
         old, new = ", ".join(before), ", ".join(after)
-    return f"expected {_short(old)}, got {_short(new)}"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+        if len(old + new) > MAX_SHOWN:
+            different = [name for name in (*before, *after) if (name in before) != (name in after)]
+            names = f", of which {different[0]} is only in one of them" if different else ""
+            return f" (expected {len(before)} files, got {len(after)}{names})"
+    shown = f" (expected {json.dumps(old)}, got {json.dumps(new)})"
+    return shown if len(shown) <= MAX_SHOWN else ""
 
 
 def _write(config: RunConfig, request: Mapping[str, Any], directory: Path) -> None:

@@ -18,4 +18,6 @@ def test_every_error_is_in_the_documented_tree(name: str) -> None:
 
 
 def test_missing_extra_error_names_the_pip_command() -> None:
-    assert str(errors.MissingExtraError("a picture", "matplotlib", "plot")).endswith("pip install 'whimbrel[plot]'")
+    assert str(errors.MissingExtraError("a picture", "matplotlib", "plot")).endswith(
+        "pip install 'whimbrel[plot]', or pip install '.[plot]' in a clone"
+    )

@@ -166,6 +166,9 @@ def test_template_option_accepts_a_name_or_a_file(model, directory, run_chat, tm
         run_chat("Hello", template="long")
     with pytest.raises(ConfigError, match="no such file: ''"):
         run_chat("Hello", template="")
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 1\n")
+    with pytest.raises(DataError, match=r"expected a Jinja file .*run\.toml"):
+        run_chat("Hello", template=str(tmp_path / "run.toml"))
     (tmp_path / "binary").write_bytes(b"ab\xff")
     with pytest.raises(DataError, match="binary.* not UTF-8 at byte 2"):
         run_chat("Hello", template=str(tmp_path / "binary"))

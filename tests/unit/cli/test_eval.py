@@ -137,7 +137,7 @@ def test_quantize_and_dtype_options(model, fixtures, tmp_path, capsys):
         (("--tasks", "piqa", "--max-new-tokens", "9"), "--max-new-tokens needs --generate or --tasks gsm8k"),
         (("--tasks", "piqa", "--no-multiturn"), "--no-multiturn needs --chat"),
         (("--tasks", "piqa", "--chat", "--no-parse-special"), "--chat cannot be combined with --no-parse-special"),
-        (("--generate", "questions.jsonl", "--limit", "1"), "max_new_tokens: expected less than the model's context"),
+        (("--generate", "questions.jsonl", "--limit", "1"), "--max-new-tokens: expected less than the model's context"),
         (("--generate", "questions.jsonl", "--limit", "1", "--stop", ""), "stop: expected non-empty strings"),
         (("--generate", "questions.jsonl", "--shots-data", "empty.txt"), "expected --shots of at least 1"),
     ],

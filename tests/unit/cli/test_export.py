@@ -71,7 +71,7 @@ def test_format_and_suffix_must_agree(run, tmp_path, capsys, form, name):
     assert not (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("name", ["model.ggf", "model.GGUF", "model.guff"])
+@pytest.mark.parametrize("name", ["model.ggf", "model.GGUF", "model.guff", "model.bin", "model.safetensors"])
 def test_misspelled_suffix_is_rejected(run, tmp_path, capsys, name):
     assert whimbrel("export", run, tmp_path / name) == 2
     assert f"a file name that ends in .gguf, got {tmp_path / name}" in capsys.readouterr().err

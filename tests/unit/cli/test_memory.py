@@ -113,6 +113,9 @@ def test_parameters_are_listed_with_their_optimizer(recipe: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        (["--nproc", "0"], "expected --nproc of at least 1, got 0"),
+        (["--device-memory", "-1"], "expected --device-memory > 0, got -1"),
+        (["--nproc", "3", "--train.accumulation=none", "--train.tokens_per_step=128"], "x ranks = 2 x 64 x 3"),
         (["--device", "tpu"], "expected --device cuda or cpu, got tpu"),
         (["--optimizer", "adam"], "did you mean 'adamw'?"),
         (["--train.micro_bath=2"], "did you mean 'train.micro_batch'?"),

@@ -87,6 +87,15 @@ def test_a_file_of_the_same_name_wins_and_a_directory_does_not(workdir: Path) ->
     assert load_run_config("chat-lora").output_dir == Path("mine")
 
 
+@pytest.mark.parametrize("name", ["runs/mine", "mine", "runs"])
+def test_a_config_next_to_or_in_a_directory_is_suggested(workdir: Path, name: str) -> None:
+    Path("runs/mine").mkdir(parents=True)
+    files = {"runs/mine": "runs/mine.toml", "mine": "mine.toml", "runs": "runs/config.toml"}
+    Path(files[name]).touch()
+    with pytest.raises(ConfigError, match=f"expected a TOML file.*did you mean {files[name]}?"):
+        config_file(name)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -99,6 +108,12 @@ def test_a_file_of_the_same_name_wins_and_a_directory_does_not(workdir: Path) ->
 def test_an_unknown_name_is_an_error_with_suggestions(workdir: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_run_config(name)
+
+
+def test_a_broken_link_is_reported_as_such(workdir: Path) -> None:
+    Path("run.toml").symlink_to("moved.toml")
+    with pytest.raises(ConfigError, match="run.toml .*broken symbolic link to moved.toml"):
+        config_file("run.toml")
 
 
 def test_memory_accepts_recipes_and_suggests_presets(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,10 +140,12 @@ def test_init_copies_a_recipe_once(workdir: Path, capsys: pytest.CaptureFixture[
 def test_init_writes_to_a_file_or_into_a_directory(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("here").mkdir()
     assert whimbrel("init", "dpo-lora", "here") == whimbrel("init", "dpo-lora", "new/mine.toml") == 0
-    assert tomllib.loads(Path("here/dpo-lora.toml").read_text()) == tomllib.loads(Path("new/mine.toml").read_text())
+    recipe, mine = (tomllib.loads(Path(name).read_text()) for name in ("here/dpo-lora.toml", "new/mine.toml"))
+    assert mine == recipe | {"output_dir": "runs/mine"}
     capsys.readouterr()
     assert whimbrel("init", "dpo-lora", "my run.toml") == 0
     assert "whimbrel train 'my run.toml'" in capsys.readouterr().out
+    assert tomllib.loads(Path("my run.toml").read_text())["output_dir"] == "runs/my run"
     assert whimbrel("init", "dpo-lor") == 2
     assert capsys.readouterr().err == "whimbrel: unknown recipe 'dpo-lor': did you mean 'dpo-lora'?\n"
     assert sorted(path.name for path in workdir.iterdir()) == ["here", "my run.toml", "new"]
@@ -159,7 +176,7 @@ def test_init_then_train(workdir: Path, shakespeare: str) -> None:
     edited = Path("mine.toml").read_text().replace('path = "data/shakespeare-cpu"', 'path = "shards"')
     Path("mine.toml").write_text(edited)
     assert whimbrel("train", "mine.toml", *SMALL_MODEL, *SHORT) == 0
-    steps = [line for line in read_log(Path("runs/shakespeare-cpu/log.jsonl")) if line["kind"] == "step"]
+    steps = [line for line in read_log(Path("runs/mine/log.jsonl")) if line["kind"] == "step"]
     assert [line["tokens"] for line in steps] == [128, 128]
 
 

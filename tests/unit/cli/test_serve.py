@@ -20,10 +20,10 @@ from whimbrel.models import GPT, GPTConfig
 def test_missing_extra_names_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     original = builtins.__import__
 
-    def without(name: str, *rest):
+    def without(name: str, *rest, **named):
         if name.startswith(("whimbrel.server.app", "fastapi")):
             raise ModuleNotFoundError(f"No module named {name!r}", name="fastapi")
-        return original(name, *rest)
+        return original(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=r"needs the package 'fastapi': pip install 'whimbrel\[serve\]'"):

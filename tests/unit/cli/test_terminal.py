@@ -105,6 +105,11 @@ RUNS = [("runs/shakespeare-cpu", "finished", "500/500", "1.2345", "step-00000500
 COLUMNS = ("run", "state", "step", "loss", "checkpoint")
 
 
+def test_tables_in_a_pipe_have_no_trailing_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("name", "note"), [("a", "long text"), ("b", "")])
+    assert capsys.readouterr().out == "name  note\na     long text\nb\n"
+
+
 def test_narrow_tables_leave_out_optional_columns_and_then_become_blocks(table_lines) -> None:
     header, row = table_lines(70, COLUMNS, RUNS, optional=["checkpoint", "loss"])
     assert (header.split(), row.split()) == (list(COLUMNS), list(RUNS[0]))

@@ -44,6 +44,13 @@ def whimbrel(capsys: pytest.CaptureFixture[str]):
         (("train", "run.toml", "-steps", "5"), "unknown option -steps: did you mean --train.steps?"),
         (("train", "run.toml", "-lr=3"), "did you mean --optim.lr?"),
         (("train", "run.toml", "optim.lr=3"), "write --optim.lr=3"),
+        (("train", "run.toml", "steps=5"), "write --train.steps=5"),
+        (("generate", "model", "hi", "seed=5"), "write --seed=5"),
+        (("train", "run.toml", "qqqq=5"), "see whimbrel train --help"),
+        (("train", "run.toml", "--resume"), "rerun the same command"),
+        (("finetune", "m", "d", "--out-dir", "x", "--resume=true"), "rerun the same command"),
+        (("train", "run.toml", "--resume_from_checkpoint", "x"), "rerun the same command"),
+        (("train", "run.toml", "--validation"), "such as --validation."),
         (("train", "run.toml", "-Q"), "unknown option -Q; see whimbrel train --help"),
         (("train",), "Missing argument 'CONFIG'; see whimbrel train --help"),
         (("export", "model"), "Missing argument 'OUT'"),
@@ -51,11 +58,25 @@ def whimbrel(capsys: pytest.CaptureFixture[str]):
         (("prepare", "a.txt", "--shard-size", "x"), "'--shard-size': expected a valid integer, got 'x'"),
         (("prepare", "a.txt", "--workers", "0"), "'--workers': expected a value greater than or equal to 1, got '0'"),
         (("quickstart", "a.txt", "--minutes", "zero"), "'--minutes': expected a valid number, got 'zero'"),
+        (("serve", "model", "--max-requests", "0"), "--max-requests: expected at least 1, got 0"),
+        (("serve", "model", "--allow-host", ""), "--allow-host: expected a host name"),
+        (("serve", "model", "--host", "nosuchhost.invalid"), "expected an address of this machine for --host"),
+        (("serve", "model", "--name", ""), "expected a model id for --name, got an empty string"),
+        (("tokenizer", "train", "run.toml", "--out-dir", "run.toml"), "expected a directory for --out-dir"),
+        (("prepare", "shakespear"), "no such file: shakespear (did you mean shakespeare?)"),
+        (("prepare", "shakespeare", "--encoding", "idna"), "unknown --encoding 'idna'"),
+        (("prepare", "shakespeare", "--shard-size", "1"), "expected --shard-size of at least 28"),
+        (("prepare", "link.txt"), "link.txt (a broken symbolic link to moved.txt)"),
+        (("prepare", "pipe"), "got the pipe or device pipe"),
+        (("generate", "link.txt", "hi"), "broken symbolic link to moved.txt"),
         (("--versoin",), "did you mean --version?"),
         (("tokenizer", "trian"), "Did you mean 'train'?"),
     ],
 )
 def test_usage_errors_say_what_to_do(whimbrel, workdir: Path, arguments: tuple[str, ...], expected: str) -> None:
+    Path("run.toml").touch()
+    Path("link.txt").symlink_to("moved.txt")
+    os.mkfifo("pipe")
     code, out, err = whimbrel(*arguments)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
@@ -99,6 +120,7 @@ def test_help_shows_arguments_in_uppercase(whimbrel, command: list[str], usage: 
     ("words", "expected"),
     [("whimbrel gen", "generate"), ("whimbrel generate --temp", "--temperature"),
      ("whimbrel train run.toml --train.steps=3 --pl", "--plain"),
+     ("whimbrel train run.toml --train.micro_b", "--train.micro_batch"),
      ("whimbrel train shake", "shakespeare-cpu"), ("whimbrel train s", "small.toml shakespeare-cpu"),
      ("whimbrel train runs/", ""), ("whimbrel init gpt2-f", "gpt2-fast-20m"), ("whimbrel init s", "shakespeare-cpu"),
      ("whimbrel control runs/a st", "status stop")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from whimbrel.base.errors import ConfigError, DataError
 from whimbrel.base.files import sha256_file
 from whimbrel.data import TokenDataLoader, read_manifest, read_shard
 from whimbrel.data import manifest as manifest_module
-from whimbrel.data.prepare import default_directory, document_hash, encode_on_threads, map_in_order, prepare
+from whimbrel.data.prepare import default_directory, encode_on_threads, map_in_order, prepare
 from whimbrel.data.shards import verify_shards
 from whimbrel.data.sources import FINEWEB, source_name
 from whimbrel.tokenization import Tokenizer, load_tokenizer, train_tokenizer
@@ -123,22 +124,34 @@ def test_short_source_logs_a_warning(corpus, tmp_path: Path, caplog: pytest.LogC
     assert "only 3 of the 100 training tokens" in caplog.text
 
 
-@pytest.mark.parametrize("held_out", [False, True])
-def test_single_short_document_cannot_be_split_for_validation(
-    held_out: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7])
+def test_validation_split_has_about_the_size_requested(share: float, tmp_path: Path, shakespeare: str) -> None:
+    (tmp_path / "a.txt").write_text(shakespeare[:60_000])
+    total = len(GPT2.encode(shakespeare[:60_000]))
+    manifest = prepare([str(tmp_path / "a.txt")], tmp_path / "out", GPT2, name="a", val_tokens=int(share * total))
+    assert share <= manifest.tokens("val") / total < 1.3 * share
+    assert manifest.tokens("train") > 0.1 * total
+
+
+@pytest.mark.parametrize("val_tokens", [17_500, 99_999_999])
+@pytest.mark.parametrize("shard_size", [1000, 10**8])
+def test_validation_split_that_leaves_nothing_to_train_on_is_rejected(
+    val_tokens: int, shard_size: int, tmp_path: Path, shakespeare: str
 ) -> None:
-    """Whether a document is held out depends on its hash; either way the message suggests --val."""
-    texts = (f"document {number}" for number in range(100))
-    hashes = ((text, document_hash(GPT2.encode_documents((text,))[0])) for text in texts)
-    text = next(text for text, found in hashes if (int.from_bytes(found, "big") < 2**63) == held_out)
-    (tmp_path / "a.txt").write_text(text)
-    if held_out:
-        with pytest.raises(DataError, match="held out all documents.*--val"):
-            prepare([str(tmp_path / "a.txt")], tmp_path / "out", GPT2, name="a", val_tokens=50)
-    else:
-        prepare([str(tmp_path / "a.txt")], tmp_path / "out", GPT2, name="a", val_tokens=50)
-        assert "held out only 0 of the 50 validation tokens" in caplog.text
-        assert "prepare --val" in caplog.text
+    (tmp_path / "a.txt").write_text(shakespeare[:60_000])
+    options = {"val_tokens": val_tokens, "shard_size": shard_size}
+    with pytest.raises(DataError, match=rf"--val-tokens {val_tokens} holds out .* of .* tokens.*--val"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", GPT2, name="a", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_short_validation_split_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The size of the text is overestimated, because the lines are mostly other keys."""
+    lines = [json.dumps({"text": f"document {number}", "other": "x" * 1000}) for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", GPT2, name="a", val_tokens=50)
+    assert re.search("held out only .* of the 50 validation tokens", caplog.text)
+    assert "prepare --val" in caplog.text
 
 
 def test_large_vocabulary_is_stored_as_uint32(

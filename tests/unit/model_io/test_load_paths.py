@@ -86,6 +86,11 @@ def test_paths_without_a_model_or_tokenizer_are_rejected(tmp_path):
     for load in (whimbrel.load_model, whimbrel.load_tokenizer):
         with pytest.raises(CheckpointError, match="has no complete checkpoint yet"):
             load(tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="only damaged checkpoints .*whimbrel verify"):
+        whimbrel.load_model(tmp_path)
     (tmp_path / "started").mkdir()
     (tmp_path / "started" / "config.toml").touch()  # a dry run
     with pytest.raises(CheckpointError, match="started has no complete checkpoint yet"):

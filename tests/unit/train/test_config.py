@@ -128,6 +128,8 @@ def test_tokens_per_step_must_be_a_multiple_of_the_micro_batch() -> None:
         accumulation_steps(500_000, 32, 1024)
     with pytest.raises(ConfigError, match="32768"):
         accumulation_steps(1000, 32, 1024)
+    with pytest.raises(ConfigError, match="multiple of the sequence length 256: use 256$"):
+        default_micro_batch(GPTConfig(), 100, 256, torch.device("cpu"), itemsize=2, reserve=0)
 
 
 def test_the_default_micro_batch_divides_the_step_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,8 @@ def test_samples_are_tokenized_once_and_checked_on_resume(base: Path, chats: Pat
     train(config)
     with pytest.raises(DataError, match="data.val has changed since the run"):
         prepare_samples(run_config(base, chats, tmp_path / "run", data={"val": 0.2}, **LORA))
+    with pytest.raises(DataError, match=r"the objective has changed .* \(name was \w+, now lm\): "):
+        prepare_samples(run_config(base, chats, tmp_path / "run", data={"val": 0.1}, objective={"name": "lm"}, **LORA))
     content = chats.read_text()
     chats.write_text(content.replace("0123", "3210"))
     with pytest.raises(DataError, match=rf"the content of data.path .*\({chats.name} is not the same\)"):
@@ -200,7 +202,7 @@ def test_a_run_resumes_from_another_directory_and_with_a_moved_base(
     assert len(losses(tmp_path / "run")) == 6
     load_model(tmp_path / "run")
     (moved / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    with pytest.raises(DataError, match="the chat template has changed since the run"):
+    with pytest.raises(DataError, match=r"the chat template has changed since the run in \S+ was started: restore it"):
         train(run_config(moved, chats, tmp_path / "run", train={"steps": 8}, **LORA))
 
 

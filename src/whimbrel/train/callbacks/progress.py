@@ -194,7 +194,9 @@ class ProgressCallback(TrainerCallback):
     def __init__(self, console: Console | None = None, *, plain: bool = False, to_continue: str | None = None) -> None:
         self._console = console or Console()
         self._plain = plain or not self._console.is_terminal
-        self._to_continue = to_continue or "increase train.steps or train.epochs to continue"
+        self._to_continue = to_continue or (
+            "increase train.steps or train.epochs to continue, or choose another output_dir for a new run"
+        )
         self._enabled = True
         self._summary: RunSummary | None = None
         self._bar: _StepBar | None = None

@@ -119,6 +119,7 @@ def test_a_resumed_and_completed_run_is_reported(make_run: Any) -> None:
     make_run(callback, steps=3).begin(3, resumed_from=Path("run/checkpoints/step-00000003")).end()
     assert "Resumed from: run/checkpoints/step-00000003 (step 3)" in out.getvalue()
     assert "Already at step 3 of 3: nothing to do" in out.getvalue()
+    assert "another output_dir" in out.getvalue()
 
 
 def test_the_reason_for_a_stop_is_printed(make_run: Any, tmp_path: Path) -> None:
