@@ -45,8 +45,9 @@ FIRST_SECONDS = 0.5
 LOST_SECONDS = 2.0
 """How long a rank that lost a connection waits for the error of the rank that ended."""
 CONNECT_SECONDS = 5.0
-EXIT_SECONDS = 0.2
-"""Time for communication threads to free their last tensors; after Python's exit they would abort the process."""
+EXIT_SECONDS, MAX_EXIT_SECONDS = 0.2, 5.0
+"""Time for communication threads to free their last tensors; after Python's exit they would abort the process. On a
+busy machine, they may need more until they are scheduled."""
 
 LOST = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|socket closed|remote process", re.I)
 TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|wait timeout after|collective operation timeout", re.I)
@@ -62,8 +63,10 @@ class Watch:
         self._store, self._parent = store, os.getppid()
         self._error: Exception | None = None
         self._code = 1
-        self._ended = False
-        threading.Thread(target=self._poll, name="whimbrel-watch", daemon=True).start()
+        self._ended = threading.Event()
+        self._kills = False  # whether the thread will end this process after the grace period
+        self._thread = threading.Thread(target=self._poll, name="whimbrel-watch", daemon=True)
+        self._thread.start()
 
     def report(self, error: Exception) -> int:
         """Record an error of this rank, unless it is recorded; returns the exit code. Sets `is_first`."""
@@ -85,8 +88,7 @@ class Watch:
         return self._code
 
     def _poll(self) -> None:
-        while not self._ended:
-            time.sleep(POLL_SECONDS)
+        while not self._ended.wait(POLL_SECONDS):
             if os.getppid() != self._parent:  # the launcher was killed
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
@@ -99,6 +101,7 @@ class Watch:
                 break
         else:
             return
+        self._kills = True
         time.sleep(GRACE_SECONDS)
         if self._error is not None and self.is_first:
             _print(f"{rank_prefix()}whimbrel: {' '.join(str(self._error).split())}")
@@ -106,7 +109,10 @@ class Watch:
         os._exit(code)
 
     def stop(self) -> None:
-        self._ended = True
+        """End the thread: one that is inside the store while Python exits would abort the process."""
+        self._ended.set()
+        if not self._kills:
+            self._thread.join(MAX_EXIT_SECONDS)
 
 
 _watch: Watch | None = None
@@ -224,7 +230,20 @@ def leave() -> None:
             return  # destroying the group would wait for hung collectives
     if dist.is_initialized():
         dist.destroy_process_group()
+        start = time.monotonic()
         time.sleep(EXIT_SECONDS)
+        while _has_running_threads() and time.monotonic() < start + MAX_EXIT_SECONDS:
+            time.sleep(EXIT_SECONDS)
+
+
+def _has_running_threads() -> bool:
+    """Whether a thread other than this one is running, or waiting for a core (on Linux)."""
+    own = str(threading.get_native_id())
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if path.parent.name != own and path.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def _wake_siblings() -> None:
