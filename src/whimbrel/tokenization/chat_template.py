@@ -302,7 +302,7 @@ def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemp
     settings = read_json_object(directory / TOKENIZER_CONFIG_FILE)
     templates = _templates_by_name(settings.get("chat_template"), directory / TOKENIZER_CONFIG_FILE)
     for file in [*directory.glob(f"{TEMPLATE_DIRECTORY}/*.jinja"), *directory.glob(TEMPLATE_FILE)]:
-        templates["default" if file.name == TEMPLATE_FILE else file.stem] = read_template(file)
+        templates["default" if file.name == TEMPLATE_FILE else file.stem] = _read_text(file)
     if name not in templates:
         if name == "default" and not templates:
             return None
@@ -317,14 +317,18 @@ def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemp
 
 
 def read_template(file: Path) -> str:
-    """The text of a Jinja file."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"expected a Jinja file, got {file}, which is not UTF-8 at byte {error.start}") from error
+    """The text of a Jinja file that a user chose; raises DataError for a file that would render to itself."""
+    text = _read_text(file)
     if "{{" not in text and "{%" not in text:
         raise DataError(f"expected a Jinja file with {{{{ }}}} or {{% %}}, got {file}, which has neither")
     return text
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"expected a Jinja file, got {file}, which is not UTF-8 at byte {error.start}") from error
 
 
 def _templates_by_name(value: object, file: Path) -> dict[str, str]:
