@@ -53,8 +53,12 @@ Multiturn = Annotated[
         help="With --chat: make few-shot examples turns of the conversation (default), or part of one user message.",
     ),
 ]
+DEFAULT_NEW_TOKENS = 256
 MaxNewTokens = Annotated[
-    int | None, typer.Option(min=1, help="Maximum number of tokens in a generated answer. (default: 256)")
+    int | None,
+    typer.Option(
+        min=1, help="Maximum number of tokens in a generated answer. (default: 256, but at most half of the context)"
+    ),
 ]
 Stop = Annotated[
     list[str] | None, typer.Option(help="Stop string for generated answers, instead of the task's; can be repeated.")
@@ -116,7 +120,6 @@ def evaluate(
     _check_sources(names, generate, text, prompt_options, {"--max-new-tokens": max_new_tokens, "--stop": stop})
     _check_chat(chat, multiturn, parse_special)
     prompts = PromptOptions(shots=shots, shots_data=shots_data, chat=chat, multiturn=multiturn is not False)
-    generation = GenerationOptions(max_new_tokens=max_new_tokens or 256, stop=stop)
     # Before loading the model, which may take minutes.
     questions = read_tasks(names, data, files=generate or (), prompts=prompts, limit=limit) if names or generate else {}
     scorer = Scorer.load(
@@ -128,6 +131,8 @@ def evaluate(
         quantize=quantize,
         parse_special=parse_special,
     )
+    default = min(DEFAULT_NEW_TOKENS, scorer.model.config.context_length // 2)
+    generation = GenerationOptions(max_new_tokens=max_new_tokens or max(default, 1), stop=stop)
     progress = ProgressBar()
     task_results = evaluate_questions(
         scorer, questions, prompts=prompts, generation=generation, batch_size=batch_size, progress=progress

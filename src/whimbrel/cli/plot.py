@@ -44,7 +44,8 @@ VALIDATION_STYLE: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersiz
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, or their log.jsonl files.")],
     out: Annotated[
-        Path | None, typer.Option(help="Output file, .png or .svg. (default: loss.png in the first run)")
+        Path | None,
+        typer.Option(help="Output file, .png or .svg. (default: loss.png in the run, or next to the first of several)"),
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Use tokens instead of steps on the x-axis.")] = False,
     panels: Annotated[
@@ -72,7 +73,8 @@ def plot(
     requested = [] if panels is None else [name.strip() for name in panels.split(",")]
     if unknown := [name for name in requested if name not in LABELS]:
         raise ConfigError(f"unknown panel '{unknown[0]}' in --panels (choose from: {', '.join(LABELS)})")
-    target = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "loss.png"
+    folder = runs[0] if runs[0].is_dir() else runs[0].parent
+    target = out or (folder if len(runs) == 1 else folder.parent) / "loss.png"
     if target.suffix not in (".png", ".svg"):
         raise ConfigError(f"expected --out to end in .png or .svg, got {target}")
     logs = [RunLog(run) for run in runs]

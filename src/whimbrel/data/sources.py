@@ -676,7 +676,7 @@ def _without_suffixes(name: str) -> str:
 def _warn_ignored(source: str, ignored: int, total: int, suffixes: str) -> None:
     """Warn once per directory about files that are not read."""
     logger.warning(
-        "ignoring %d of %d files in %s (%s): only %s files are read; name a file to read it as text",
+        "ignoring %d of %d files in %s (%s): only %s files are read; pass a file by its path to read it as text",
         ignored, total, source, suffixes, ", ".join(FILE_TYPES),
     )  # fmt: skip
 

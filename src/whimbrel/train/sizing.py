@@ -236,10 +236,19 @@ def choose_depth(
                 raise ConfigError(f"expected a --depth that fits in memory, got {candidate}: choose a smaller one")
         else:
             measured[candidate] = Measurement(depth=candidate, tokens_per_step=batch, tokens_per_second=speed)
+            _correct_speeds(measured)
         best = min(depths, key=loss)
         larger = depths[min(depths.index(best) + 1, len(depths) - 1)]
         candidate = next((depth for depth in (best, larger) if depth not in measured), None)
     return sorted(measured.values(), key=lambda measurement: loss(measurement.depth))
+
+
+def _correct_speeds(measured: dict[int, Measurement]) -> None:
+    """A model is at least as fast as deeper ones: other programs slowed it down if it was measured to be slower."""
+    fastest = 0.0
+    for depth in sorted(measured, reverse=True):
+        fastest = max(fastest, measured[depth].tokens_per_second)
+        measured[depth] = replace(measured[depth], tokens_per_second=fastest)
 
 
 def config_text(

@@ -50,7 +50,8 @@ def test_tasks_are_printed_and_written(model, fixtures, tmp_path, capsys):
     assert written["model"]["name"] == str(model)
     assert written["model"]["parameters"] == Scorer.load(model).model.num_parameters()
     settings = {"limit": 10, "batch_size": None, "quantize": None, "parse_special": True, "device": "cpu"}
-    settings |= {"chat": False, "multiturn": True, "max_new_tokens": 256, "stop": None}
+    context_length = Scorer.load(model).model.config.context_length
+    settings |= {"chat": False, "multiturn": True, "max_new_tokens": min(256, context_length // 2), "stop": None}
     assert written["settings"] == settings
     assert written["versions"]["whimbrel"] == package.__version__
     assert written["versions"]["torch"] == torch.__version__
@@ -137,7 +138,10 @@ def test_quantize_and_dtype_options(model, fixtures, tmp_path, capsys):
         (("--tasks", "piqa", "--max-new-tokens", "9"), "--max-new-tokens needs --generate or --tasks gsm8k"),
         (("--tasks", "piqa", "--no-multiturn"), "--no-multiturn needs --chat"),
         (("--tasks", "piqa", "--chat", "--no-parse-special"), "--chat cannot be combined with --no-parse-special"),
-        (("--generate", "questions.jsonl", "--limit", "1"), "--max-new-tokens: expected less than the model's context"),
+        (
+            ("--generate", "questions.jsonl", "--limit", "1", "--max-new-tokens", "9999"),
+            "--max-new-tokens: expected less than the model's context",
+        ),
         (("--generate", "questions.jsonl", "--limit", "1", "--stop", ""), "stop: expected non-empty strings"),
         (("--generate", "questions.jsonl", "--shots-data", "empty.txt"), "expected --shots of at least 1"),
     ],

@@ -166,7 +166,11 @@ def test_plot_does_not_wait_for_the_viewer(folder: Path, monkeypatch: pytest.Mon
 
 def test_default_output_is_in_the_run_directory(folder: Path) -> None:
     assert run("a") == 0
-    assert (folder / "a" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    picture = (folder / "a" / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert run("a", "b") == 0
+    assert (folder / "a" / "loss.png").read_bytes() == picture
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

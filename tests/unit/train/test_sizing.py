@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -156,6 +156,23 @@ def test_larger_depth_is_found_although_small_models_are_slow():
 
     best, *_ = choose_depth(measure, VOCAB_SIZE, train_tokens=BILLION, seconds=600, flops=1e9)
     assert best.depth >= 8
+
+
+def test_a_small_model_is_not_taken_to_be_slower_than_a_larger_one():
+    """Other programs disturbed some of these measurements."""
+    measured = {2: 409.0, 3: 455.0, 4: 1531.0, 5: 112.0}
+
+    def choose(speeds: Mapping[int, float]) -> dict[int, float]:
+        results = choose_depth(
+            lambda model, batch: speeds[model.num_layers],
+            VOCAB_SIZE, train_tokens=300_000, seconds=90, flops=1e10, depths=tuple(speeds),
+        )  # fmt: skip
+        return {result.depth: result.tokens_per_second for result in results}
+
+    speeds = choose(measured)
+    assert len(speeds) > 1
+    assert [speeds[depth] for depth in sorted(speeds)] == sorted(speeds.values(), reverse=True)
+    assert max(speeds.values()) == max(measured[depth] for depth in speeds)
 
 
 def test_requested_depth_is_the_only_one_measured():
