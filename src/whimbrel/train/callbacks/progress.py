@@ -211,14 +211,16 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_begin(self, **event: Any) -> None:
         """Print the summary: device, batch size, model, memory, optimizer, features, checkpoint."""
-        summary = self._summary = event["summary"]
-        for line in _summary_lines(summary):
-            self._print(line)
+        summary = event["summary"]
         if summary.first_step >= summary.total_steps:
             past = summary.first_step > summary.total_steps
             position = f"{summary.first_step}{', past the last step,' if past else ' of'} {summary.total_steps}"
             self._print(f"Already at step {position}: nothing to do; {self._to_continue}")
-        if self._enabled and not self._plain and summary.first_step < summary.total_steps:
+            return
+        self._summary = summary
+        for line in _summary_lines(summary):
+            self._print(line)
+        if self._enabled and not self._plain:
             is_compiled = any(feature.startswith("compiled") for feature in summary.features)
             text = "first step (compiling takes up to minutes)" if is_compiled else "first step"
             self._bar = _StepBar(self._console, _StepLine(summary.total_steps, summary.first_step, text))

@@ -114,12 +114,18 @@ def test_batches_without_tokens_are_counted_in_samples(make_run: Any) -> None:
     assert "token" not in text.partition("Total batch size")[2]
 
 
-def test_a_resumed_and_completed_run_is_reported(make_run: Any) -> None:
+def test_a_resumed_run_is_reported(make_run: Any) -> None:
+    callback, out = without_terminal()
+    make_run(callback, steps=3).begin(2, resumed_from=Path("run/checkpoints/step-00000002")).end()
+    assert "Resumed from: run/checkpoints/step-00000002 (step 2)" in out.getvalue()
+
+
+def test_a_completed_run_is_one_line(make_run: Any) -> None:
     callback, out = without_terminal()
     make_run(callback, steps=3).begin(3, resumed_from=Path("run/checkpoints/step-00000003")).end()
-    assert "Resumed from: run/checkpoints/step-00000003 (step 3)" in out.getvalue()
-    assert "Already at step 3 of 3: nothing to do" in out.getvalue()
-    assert "another output_dir" in out.getvalue()
+    [line] = out.getvalue().splitlines()
+    assert "Already at step 3 of 3: nothing to do" in line
+    assert "another output_dir" in line
 
 
 def test_the_reason_for_a_stop_is_printed(make_run: Any, tmp_path: Path) -> None:
