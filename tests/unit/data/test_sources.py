@@ -48,7 +48,7 @@ def test_ignored_files_of_a_directory_are_reported_once(tmp_path: Path, caplog: 
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     counts = r"ignoring 6 of 7 files in .* \(3 without extension, 2 \.py, 1 \.csv\.gz\)"
-    assert re.match(rf"{counts}: only .*\.md files are read; name a file", record.getMessage())
+    assert re.match(rf"{counts}: only .*\.md files are read; pass a file", record.getMessage())
 
 
 def test_only_the_most_frequent_ignored_suffixes_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
