@@ -309,7 +309,7 @@ inline void multiply(const Matrix& m, const Rows& rows, const float* x, int64_t 
         accumulate<KIND, B>(rows.data[r] + offset, x + k, stride, scales, sums[r]);
     };
     const int64_t steps = bytes / L::BYTES, k = steps * L::STEP, offset = steps * L::BYTES;
-    if constexpr (B == 1 && KIND <= FP16) {  // the hardware prefetches one row at a time best
+    if constexpr (B == 1 && KIND <= FP16) {  // hardware prefetchers follow one row at a time best
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
             for (int64_t i = 0; i < steps; i++) step(r, i * L::STEP, i * L::BYTES);

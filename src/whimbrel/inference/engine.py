@@ -291,7 +291,7 @@ class Engine:
         return events
 
     def _launch(self, plan: Plan, previous: LaunchedSteps | None = None, after: int = 0) -> None:
-        """Launch several steps without synchronizing with the host in between, `after` that many `previous` ones."""
+        """Launch several steps without waiting for the device, following the `after` steps of `previous`, if any."""
         chunks = [Chunk(seq.block_table, seq.next_tokens(1)) for seq in plan.decodes]
         params = [seq.request.sampling for seq in plan.decodes]
         end = after + plan.num_steps
