@@ -170,6 +170,18 @@ def _host() -> str:
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
+def cache_directory() -> Path:
+    """`$XDG_CACHE_HOME/whimbrel`, by default in `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "whimbrel"
+
+
+def is_private(path: Path) -> bool:
+    """Whether a file exists that nobody else can have written."""
+    return path.exists() and all(
+        status.st_uid == os.getuid() and not status.st_mode & 0o022 for status in (path.stat(), path.parent.stat())
+    )
+
+
 def format_bytes(size: int) -> str:
     """`size` in KiB, MiB or GiB, as in "1.50 GiB"."""
     if size >= 2**30:

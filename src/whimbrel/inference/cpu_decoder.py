@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError, DataError, WriteError
-from whimbrel.base.files import atomic_file
+from whimbrel.base.files import atomic_file, cache_directory, is_private
 from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.models import GPT
@@ -308,21 +308,14 @@ def _find_library() -> ctypes.CDLL | None:
     try:
         system = platform.machine(), platform.libc_ver(), _cpu_features()
         key = hashlib.sha256(repr((SOURCE.read_bytes(), FLAGS, *system)).encode()).hexdigest()[:16]
-        path = _cache_directory() / f"cpu-decoder-{key}.so"
+        path = cache_directory() / f"cpu-decoder-{key}.so"
         with contextlib.suppress(OSError, AttributeError):  # damaged: compile it again
-            if _is_private(path):
+            if is_private(path):
                 return _open_library(path)
         return _compile(path)
     except (OSError, RuntimeError) as error:  # for example no home directory, or one whose files cannot be executed
         logger.warning("Decoding with PyTorch, which is slower: cannot load the CPU decoder: %s", error)
         return None
-
-
-def _is_private(path: Path) -> bool:
-    """Whether a file exists that nobody else can have written."""
-    return path.exists() and all(
-        status.st_uid == os.getuid() and not status.st_mode & 0o022 for status in (path.stat(), path.parent.stat())
-    )
 
 
 def _open_library(path: Path) -> ctypes.CDLL:
@@ -355,18 +348,13 @@ def _compile(path: Path) -> ctypes.CDLL | None:
             for each in (path, path.parent):
                 if each.stat().st_uid == os.getuid():
                     each.chmod(0o700)
-            problem = None if _is_private(path) else f"other users can write to {path.parent}"
+            problem = None if is_private(path) else f"other users can write to {path.parent}"
         except (WriteError, OSError) as error:
             problem = str(error)
         if problem is None:
             return _open_library(path)
         logger.warning("The CPU decoder is compiled again in every process: %s", problem)
         return _open_library(target)
-
-
-def _cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/whimbrel`, by default in `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "whimbrel"
 
 
 def _cpu_features() -> str:

@@ -1,12 +1,14 @@
-"""The decode step of one sequence on a GPU, with the kernels of `ops/decode_triton.py`.
+"""Decoding on a GPU with `cuda_decoder.cu`: the step of one or a few sequences as a single persistent kernel.
 
 Decoding a token reads every weight once, so a step should take as long as reading them. PyTorch takes longer: it
-launches many small kernels, and dequantizes low-bit weights in kernels of their own.
+launches many kernels that each wait for the one before, and dequantizes low-bit weights in kernels of their own.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,107 +19,221 @@ from whimbrel.models.gpt import embed
 from whimbrel.models.layers import MLP, Attention, Block, Norm, rope_frequencies
 from whimbrel.precision import QuantizedWeight
 
-__all__ = ["CudaDecoder", "unsupported_reason"]
+__all__ = ["MAX_BATCH", "CudaDecoder", "GpuLimits", "unsupported_reason"]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SOURCE = Path(__file__).with_suffix(".cu")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMATS = {"int8": 1, "fp8": 2, "int4": 3}
+NORMS = {"layer": 1, "rms": 2}
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 MODULES = (GPT, nn.Embedding, nn.Linear, Block, Attention, MLP, Norm)
+MATRICES = ("qkv", "out", "fc", "down", "head")
+MAX_BATCH = 8
+"""The largest batch that the kernel decodes."""
+GROUP_ROWS, WARPS = 2, 16
+"""Rows that a warp multiplies at a time, and warps per block."""
+MIN_SPLIT_TOKENS = 256
+"""Attention over more tokens is split between blocks."""
+
+Launch = Callable[..., None]
+"""Launches a compiled kernel: `launch(blocks, threads, *arguments)`."""
+
+
+class GpuLimits(NamedTuple):
+    """The number of multiprocessors of a GPU, and the bytes of shared memory that a block can have."""
+
+    blocks: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> GpuLimits:
+        """The limits of a device."""
+        properties = torch.cuda.get_device_properties(device)
+        return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 class CudaDecoder:
-    """Runs the decode step of one sequence. It reads parameters where they are, so changes in place are seen."""
+    """Runs the decode step for one batch size. It reads parameters where they are, so changes in place are seen."""
 
-    def __init__(self, model: GPT, pool: BlockPool) -> None:
-        from whimbrel.ops import decode_triton  # needs triton
+    def __init__(
+        self,
+        model: GPT,
+        pool: BlockPool,
+        batch_size: int = 1,
+        *,
+        limits: GpuLimits | None = None,
+        compile_kernel: Callable[[str, str, int], Launch] | None = None,
+    ) -> None:
+        self._model, self._batch_size = model, batch_size
+        self._limits = limits or GpuLimits.of(pool.device)
+        config, device, dtype = model.config, pool.device, pool.dtype
+        if compile_kernel is None:
+            from whimbrel.ops.nvrtc import CudaKernel
 
-        self._ops: Any = decode_triton
-        self._model, self._pool = model, pool
-        config, device = model.config, pool.device
+            compile_kernel = CudaKernel
+        definitions = _definitions(model, pool, batch_size, self._limits)
+        prelude = "".join(f"#define {name} {value}\n" for name, value in definitions.items())
+        self._launch = compile_kernel(prelude + SOURCE.read_text("utf-8"), "decode_step", self._limits.shared_bytes)
 
-        def allocate(size: int, dtype: torch.dtype = pool.dtype) -> Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
+        def allocate(size: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(batch_size * size, dtype=dtype, device=device)
 
-        self._qkv = allocate((config.num_heads + 2 * config.kv_heads) * config.head_dim)
-        self._attended = allocate(config.num_heads * config.head_dim)
-        self._hidden = allocate(config.intermediate_size)
-        self._logits, self._argmax = allocate(config.vocab_size, torch.float32), allocate(1, torch.int32)
-        self._scratch = decode_triton.Scratch(config.num_heads, config.head_dim, device)
-        self._frequencies = rope_frequencies(config, device).contiguous() if config.position == "rope" else None
+        heads, kv_heads, head_size = config.num_heads, config.kv_heads, config.head_dim
+        parts = model.transformer
+        # the kernel looks up dense embeddings itself
+        self._embeds = not config.embedding_skip and not isinstance(parts["wte"].weight, QuantizedWeight)
+        self._x, self._x0 = allocate(config.embd_size), allocate(config.embd_size)
+        self._values = [allocate(kv_heads * head_size) for _ in model.value_embeddings]
+        self._logits = allocate(config.vocab_size, torch.float32).view(batch_size, -1)
+        self._argmax = allocate(1, torch.int32)
+        frequencies = rope_frequencies(config, device).contiguous() if config.position == "rope" else None
+        blocks = self._limits.blocks
+        counters = torch.zeros(2 + batch_size * heads, dtype=torch.int32, device=device)
+        norm = cast(Norm, parts["ln_f"])
+        tensors = [
+            *_codes_and_scales(model.lm_head.weight),
+            model.lm_head.bias,
+            norm.weight,
+            norm.bias,
+            parts["wte"].weight if self._embeds else None,
+            parts["wpe"].weight if "wpe" in parts else None,
+            frequencies,
+            self._x,
+            self._x0,
+            allocate((heads + 2 * kv_heads) * head_size),
+            allocate(heads * head_size),
+            allocate(config.intermediate_size),
+            self._logits,
+            self._argmax,
+            torch.empty(max(1, blocks) * 8 * head_size, device=device),  # parts of attention: a block has up to 8 heads
+            torch.empty(max(1, blocks) * 8 * 2, device=device),
+            allocate(blocks, torch.float32),
+            allocate(blocks, torch.int32),
+            counters,
+        ]
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        for layer, block in enumerate(model.blocks):
+            attention, mlp, cache = block.attn, block.mlp, pool.layers[layer]
+            linears = attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj
+            index = config.value_embedding_of(layer)
+            codes, scales = zip(*(_codes_and_scales(linear.weight) for linear in linears), strict=True)
+            norms = block.ln_1, block.ln_2
+            layer_tensors = [
+                *codes,
+                *scales,
+                *(linear.bias for linear in linears),
+                *(norm.weight for norm in norms),
+                *(norm.bias for norm in norms),
+                *(None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm)),
+                block.skip,
+                attention.value_mix,
+                None if index is None else self._values[index],
+                cache["keys"],
+                cache["values"],
+            ]
+            pointers += [0 if tensor is None else tensor.data_ptr() for tensor in layer_tensors]
+            pointers.append(config.windows[layer] or 0)
+        self._referenced = tensors
+        self._pointers = torch.tensor(pointers, dtype=torch.int64).to(device)
 
     def step(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits (1, vocabulary) of the next token, and their argmax (1,), -1 if they are not finite.
+        """The logits (batch, vocabulary) of the next tokens, and their argmax (batch,), -1 if they are not finite.
 
-        `tokens` (1, 1) and `starts` (1,) become the inputs of the next step. The next step overwrites the result.
+        `tokens` (batch, 1) and `starts` (batch,) become the inputs of the next step, which overwrites the result.
         """
-        model, config = self._model, self._model.config
-        x = x0 = embed(model.transformer, config, tokens, starts[:, None]).flatten()
-        values = [table(tokens).flatten().to(x.dtype) for table in model.value_embeddings]
-        for layer, block in enumerate(model.blocks):
-            if block.skip is not None:
-                x = block.skip[0] * x + block.skip[1] * x0
-            self._linear(block.attn.c_attn, x, self._qkv, norm=block.ln_1)
-            if (index := config.value_embedding_of(layer)) is not None:
-                self._mix_values(block.attn, values[index])
-            self._attend(block.attn, layer, tables, starts, counts)
-            residual, x = x, torch.empty_like(x)
-            out, mlp, scale = block.attn.c_proj, block.mlp, block.attention_scale
-            self._linear(out, self._attended, x, residual=residual, residual_scale=scale)
-            self._linear(mlp.c_fc, x, self._hidden, norm=block.ln_2, activation=mlp.activation, gated=mlp.gated)
-            self._linear(mlp.c_proj, self._hidden, x, residual=x)
-        norm = cast(Norm, model.transformer["ln_f"])
-        self._linear(model.lm_head, x, self._logits, norm=norm, softcap=config.logit_softcap)
-        self._ops.next_token(self._logits, tokens, starts, counts, self._argmax, self._scratch)
-        return self._logits[None], self._argmax
+        model = self._model
+        if not self._embeds:
+            self._x.copy_(embed(model.transformer, model.config, tokens, starts[:, None]).flatten())
+            self._x0.copy_(self._x)
+        for table, buffer in zip(model.value_embeddings, self._values, strict=True):
+            buffer.copy_(table(tokens).flatten())
+        arguments = self._pointers, tokens, tables, tables.stride(0), starts, counts
+        self._launch(self._limits.blocks, WARPS * 32, *arguments)
+        return self._logits, self._argmax
 
-    def _linear(self, linear: nn.Linear, x: Tensor, y: Tensor, *, norm: Norm | None = None, **settings: Any) -> None:
-        ops, weight = self._ops, linear.weight
-        matrix = ops.LinearWeight(weight)
-        if isinstance(weight, QuantizedWeight):
-            kind, quantizes_input = weight.format, weight.format.activations == "fp8"
-            matrix = ops.LinearWeight(weight.codes, weight.scales, kind.codes, kind.group_size or 0, quantizes_input)
-        normed = None if norm is None else ops.Norm(norm.kind, norm.eps, norm.weight, norm.bias)
-        ops.linear(x, matrix, y, bias=linear.bias, norm=normed, **settings)
 
-    def _mix_values(self, attention: Attention, embedded: Tensor) -> None:
-        """Mix the values with those of the token's value embedding."""
-        assert attention.value_mix is not None
-        values = self._qkv[-len(embedded) :]
-        values.copy_(attention.value_mix[0] * values + attention.value_mix[1] * embedded)
+def _definitions(model: GPT, pool: BlockPool, batch_size: int, limits: GpuLimits) -> dict[str, object]:
+    """What the kernel is compiled for."""
+    config, block = model.config, next(iter(model.blocks))
+    matrices = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj, model.lm_head
+    formats: dict[str, object] = {}
+    for name, linear in zip(MATRICES, matrices, strict=True):
+        weight = linear.weight
+        is_quantized = isinstance(weight, QuantizedWeight)
+        formats[f"{name.upper()}_FORMAT"] = FORMATS[weight.format.codes] if is_quantized else 0
+        formats[f"{name.upper()}_GROUP"] = weight.format.group_size or 1 if is_quantized else 1
+    return formats | {
+        "DTYPE": DTYPES[pool.dtype],
+        "BATCH": batch_size,
+        "LAYERS": config.num_layers,
+        "WIDTH": config.embd_size,
+        "HIDDEN": config.intermediate_size,
+        "HEADS": config.num_heads,
+        "KV_HEADS": config.kv_heads,
+        "HEAD_SIZE": config.head_dim,
+        "VOCAB": config.vocab_size,
+        "NORM": NORMS[config.norm],
+        "ACTIVATION": ACTIVATIONS.index(config.activation),
+        "GATED": int(config.gated_mlp),
+        "NORMS_HEADS": int(config.qk_norm != "none"),
+        "EPS": f"{config.norm_eps!r}f",
+        "SOFTCAP": f"{config.logit_softcap or 0.0!r}f",
+        "ATTENTION_SCALE": f"{block.attention_scale!r}f",
+        "BLOCK_SIZE": pool.block_size,
+        "MIN_SPLIT_TOKENS": MIN_SPLIT_TOKENS,
+        "BLOCKS": limits.blocks,
+        "WARPS": WARPS,
+        "GROUP_ROWS": GROUP_ROWS,
+        "SHARED_BYTES": limits.shared_bytes,
+    }
 
-    def _attend(self, attention: Attention, layer: int, tables: Tensor, starts: Tensor, counts: Tensor) -> None:
-        cache, config, norms = self._pool.layers[layer], self._model.config, (attention.q_norm, attention.k_norm)
-        query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
-        self._ops.attention(
-            self._qkv, cache["keys"], cache["values"], tables, starts, counts, self._attended, self._scratch,
-            query_norm=query_norm, key_norm=key_norm, norms_heads=norms[0] is not None, eps=config.norm_eps,
-            frequencies=self._frequencies, window=config.windows[layer],
-        )  # fmt: skip
+
+def _codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    if isinstance(weight, QuantizedWeight):
+        return weight.codes, weight.scales
+    return weight, None
 
 
 def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
     """Why `CudaDecoder` cannot run a model; None if it can."""
-    head_size = model.config.head_dim
+    config, lanes = model.config, model.config.head_dim * pool.dtype.itemsize // 16
+    if pool.device.type == "cuda" and torch.cuda.get_device_capability(pool.device) < (8, 0):
+        return "the GPU has no asynchronous copies (compute capability 8.0)"
+    if torch.version.hip is not None:
+        return "needs an NVIDIA GPU"
     if pool.codec is not None or pool.dtype not in DTYPES:
         return "quantized KV caches are not supported"
-    if model.config.gated_attention:
-        return "gated_attention is not supported"
-    if head_size < 32 or head_size & (head_size - 1):
-        return f"expected a head size that is a power of 2, at least 32, got {head_size}"
+    if lanes not in (2, 4, 8, 16, 32):
+        return f"a head size of {config.head_dim} is not supported"
     for name, module in model.named_modules():
         known = isinstance(module, (nn.ModuleDict, nn.ModuleList)) or type(module) in MODULES
         if not known or module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return f"{name} is a {type(module).__name__}, or has hooks"
     for name, parameter in model.named_parameters():
-        if (reason := _unsupported_parameter(parameter)) is not None:
+        if (reason := _unsupported_parameter(parameter, pool.dtype)) is not None:
             return f"{name}: {reason}"
+    linears = [(each.attn.c_attn, each.attn.c_proj, each.mlp.c_fc, each.mlp.c_proj) for each in model.blocks]
+    for same_matrix in zip(*linears, strict=True):
+        if len({getattr(linear.weight, "format", None) for linear in same_matrix}) > 1:
+            return "the formats of weights differ between layers"
     return None
 
 
-def _unsupported_parameter(parameter: Tensor) -> str | None:
-    if not isinstance(parameter, QuantizedWeight):
-        dense = type(parameter) in (Tensor, nn.Parameter) and parameter.is_contiguous()
-        return None if dense and parameter.dtype in DTYPES else "expected a contiguous fp32, bf16 or fp16 tensor"
-    weight_format = parameter.format
-    if weight_format.activations != ("fp8" if weight_format.codes == "fp8" else None):
-        return f"{weight_format.name} is not supported"
-    contiguous = parameter.codes.is_contiguous() and parameter.scales.is_contiguous()
-    return "expected contiguous codes that are not transposed" if parameter.transposed or not contiguous else None
+def _unsupported_parameter(parameter: Tensor, dtype: torch.dtype) -> str | None:
+    if parameter.dtype != dtype:
+        return f"expected {dtype}, as the KV cache, got {parameter.dtype}"
+    codes, scales = parameter, None
+    if isinstance(parameter, QuantizedWeight):
+        weight_format = parameter.format
+        if weight_format.activations != ("fp8" if weight_format.codes == "fp8" else None):
+            return f"{weight_format.name} is not supported"
+        if parameter.transposed:
+            return "a transposed quantized weight is not supported"
+        codes, scales = parameter.codes, parameter.scales
+    elif type(parameter) not in (Tensor, nn.Parameter):
+        return f"{type(parameter).__name__} is not supported"
+    if not codes.is_contiguous() or (scales is not None and not scales.is_contiguous()):
+        return "expected a contiguous tensor"
+    if codes.dim() == 2 and codes.size(1) * codes.element_size() % 16:
+        return "rows are not a multiple of 16 bytes"
+    return None
