@@ -98,7 +98,8 @@ def test_engine_generates_the_same_tokens() -> None:
 
     def greedy(**options: Any) -> list[int]:
         engine = Engine(model, EngineConfig(max_batch=1, **options))
-        engine.add_request(Request([1, 2, 3], max_new_tokens=40, sampling=SamplingParams(temperature=0)))
+        sampling = SamplingParams(temperature=0)
+        engine.add_request(Request(prompt_ids=(1, 2, 3), max_new_tokens=40, sampling=sampling))
         tokens: list[int] = []
         while engine.busy:
             tokens += [event.token for event in engine.step() if event.token is not None]
