@@ -98,8 +98,6 @@ def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
     head_size = model.config.head_dim
     if pool.codec is not None or pool.dtype not in DTYPES:
         return "quantized KV caches are not supported"
-    if model.config.gated_attention:
-        return "gated_attention is not supported"
     if head_size < 32 or head_size & (head_size - 1):
         return f"expected a head size that is a power of 2, at least 32, got {head_size}"
     for name, module in model.named_modules():

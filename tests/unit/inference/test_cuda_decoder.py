@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,8 +114,6 @@ def test_unsupported_models_are_refused() -> None:
     pool = BlockPool(model.config, 4, 8)
     assert unsupported_reason(model, BlockPool(model.config, 4, 8, codec="int8")) is not None
     quantized = random_model("llama", "cpu", weights="int8-dynamic")
-    gated = GPT(replace(model.config, gated_attention=True))
-    assert "gated_attention is not supported" in str(unsupported_reason(gated, pool))
     assert "int8-dynamic is not supported" in str(unsupported_reason(quantized, pool))
     apply_lora(model, LoraConfig(rank=2))
     assert "is a " in str(unsupported_reason(model, pool))
