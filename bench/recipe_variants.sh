@@ -15,31 +15,28 @@ B16="train.tokens_per_step=16384 optim.momentum_warmup=400 schedule.warmup_steps
 B8="train.tokens_per_step=8192 optim.momentum_warmup=800 schedule.warmup_steps=40 optim.lr=0.018"
 VN="model.value_embeddings=3 optim.neuron_beta=0.95"
 W1024="model.embd_size=1024 model.num_heads=8"
-BEST="$B16 $VN"
+BEST="$B16 model.value_embeddings=6 optim.neuron_beta=0.95"
 
 run() {
   python bench/recipe_loss.py "$@"
 }
 
 case $round in
-  1) # 45, 50, 55, 57, 70, 60 and 95 s
+  1) # 45, 50, 55, 57, 70 and 95 s
     run gpt2-fast-20m --data "$data" --no-test "$@" \
       --variant "recipe:" \
       --variant "b16: $B16" \
       --variant "b16-v3: $B16 model.value_embeddings=3" \
       --variant "b16-v3-nor: $B16 $VN" \
       --variant "b8-v3-nor: $B8 $VN" \
-      --variant "mtp: $B16 $VN objective.mtp_weights=0.5,0.25" \
       --variant "w1024: $B16 $VN $W1024"
     ;;
   2) # 55 to 60 s each
     run gpt2-fast-20m --data "$data" --no-test "$@" \
-      --variant "v6: $BEST model.value_embeddings=6" \
       --variant "cooldown 0.9: $BEST schedule.cooldown=0.9" \
       --variant "lr 0.018: $BEST optim.lr=0.018" \
       --variant "lr 0.035: $BEST optim.lr=0.035" \
       --variant "embedding_lr 0.15: $BEST optim.embedding_lr=0.15" \
-      --variant "gates: $BEST model.gated_attention=true" \
       --variant "decay 0.1 cautious: $BEST optim.weight_decay=0.1 optim.cautious_decay=true" \
       --variant "documents: $BEST data.documents=mask"
     ;;

@@ -46,8 +46,6 @@ LAYOUTS: list[tuple[str, Layout]] = [
     ("hf-llama", ZERO_BUBBLE),
     ("hf-llama", TP),
     ("dropout", TP),
-    ("gated", TP),
-    ("gated", PP),
 ]
 if SOAK:
     LAYOUTS += [

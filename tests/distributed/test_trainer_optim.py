@@ -31,12 +31,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adamw8bit": {"optim.name": "adamw8bit"},
     "muon": {"optim.name": "muon"},
-    "normuon, several tokens": {
-        "optim.name": "muon",
-        "optim.neuron_beta": 0.9,
-        "optim.cautious_decay": True,
-        "objective.mtp_weights": [0.5, 0.2],
-    },
+    "normuon": {"optim.name": "muon", "optim.neuron_beta": 0.9, "optim.cautious_decay": True},
     "galore_warm": {"optim.name": "galore_warm", **LOW_RANK},
     "galore_warm in backward": {"optim.name": "galore_warm", **LOW_RANK, **IN_BACKWARD},
     "galore": {"optim.name": "galore", **LOW_RANK},

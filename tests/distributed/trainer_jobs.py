@@ -29,7 +29,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "position": "rope", "norm": "rms", "gated_mlp": True, "activation": "silu", "bias": "none",
         "num_kv_heads": 2, "qk_norm": "weighted", "tied_head": False,
     },
-    "gated": {"gated_attention": True, "num_kv_heads": 2},
     "one-kv-head": {"num_kv_heads": 1},
     "value-embeddings": {"value_embeddings": 1},
     "dropout": {"dropout": 0.2},

@@ -145,7 +145,7 @@ def test_other_configs_load_in_transformers_after_importing_whimbrel_hf(name, un
     torch.manual_seed(0)
     shape = {"context_length": 64, "vocab_size": 99, "num_layers": 3, "embd_size": 48, "num_heads": 4}
     start = {"tied_head": not untied, "zero_init_head": False, "zero_init_projections": False, "init_std": 0.1}
-    start |= {"value_embeddings": 1, "gated_attention": True} if name == "gpt2-fast" else {}
+    start |= {"value_embeddings": 1} if name == "gpt2-fast" else {}
     ours = add_noise(GPT(replace(preset(name), **shape, **start)), 0.05)
     whimbrel.save_model(ours, directory, max_shard_size=100_000)
     assert json.loads((directory / "config.json").read_text())["model_type"] == "whimbrel"

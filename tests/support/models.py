@@ -35,7 +35,6 @@ KINDS = {
     "gpt2": small_preset("gpt2"),
     "gpt2-baseline": small_preset("gpt2-baseline"),
     "gpt2-fast": small_preset("gpt2-fast", value_embeddings=1, zero_init_head=False, zero_init_projections=False),
-    "gated": small_preset("gpt2-fast", gated_attention=True, zero_init_head=False, zero_init_projections=False),
     "llama3": small_preset("llama3-8b"),
     "mistral": small_preset("mistral-7b", sliding_window=5),
     "qwen3": small_preset("qwen3-0.6b", head_size=12),

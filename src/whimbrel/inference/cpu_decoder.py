@@ -178,9 +178,8 @@ def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
     """Why a model cannot run here; None if it can."""
     if pool.device.type != "cpu" or pool.codec is not None or pool.dtype not in KINDS:
         return "only unquantized KV caches on a CPU are supported"
-    for name in ("value_embeddings", "gated_attention"):
-        if getattr(model.config, name):
-            return f"{name} is not supported"
+    if model.config.value_embeddings:
+        return "value_embeddings are not supported"
     for name, module in model.named_modules():
         known = isinstance(module, (nn.ModuleDict, nn.ModuleList)) or type(module) in MODULES
         if not known or _is_overridden(module):

@@ -88,9 +88,6 @@ class GPTConfig:
     """Layers with a bias: `all` (including LayerNorm), `attention` (its linear layers), only `qkv`, or `none`."""
     qk_norm: QKNorm = "none"
     """RMSNorm on query and key heads before RoPE, with weights (`weighted`, as in Qwen3) or without."""
-    gated_attention: bool = False
-    """Whether the output of each attention head is multiplied by a gate between 0 and 2, computed from the input of
-    attention: `2 * sigmoid(W x)`, initially 1."""
     sliding_window: int | None = None
     """Number of tokens that a token in a sliding-attention layer attends to, including itself."""
     layer_types: tuple[LayerType, ...] | None = None
@@ -204,7 +201,7 @@ class GPTConfig:
     @property
     def matrix_parameters(self) -> int:
         """Number of parameters in embeddings and linear layers, without padding: nearly all of the model."""
-        attention = 2 * (self.num_heads + self.kv_heads) * self.head_dim + self.gated_attention * self.num_heads
+        attention = 2 * (self.num_heads + self.kv_heads) * self.head_dim
         mlp = (3 if self.gated_mlp else 2) * self.intermediate_size
         embedding_rows = self.vocab_size * (1 if self.tied_head else 2)
         embedding_rows += self.context_length if self.position == "learned" else 0

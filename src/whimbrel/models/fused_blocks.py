@@ -88,7 +88,6 @@ def unsupported_setting(config: GPTConfig) -> str | None:
         "bias": ("all",),
         "embedding_skip": (False,),
         "value_embeddings": (0,),
-        "gated_attention": (False,),
         "dropout": (0.0,),
     }
     for name, values in supported.items():

@@ -93,7 +93,6 @@ class GPT(nn.Module):
     tp_plan: ClassVar = {
         "transformer.h.*.attn": "heads",
         "transformer.h.*.attn.c_attn": "colwise",
-        "transformer.h.*.attn.c_gate": "colwise",
         "transformer.h.*.attn.q_norm": "replicated_with_grad_allreduce",
         "transformer.h.*.attn.k_norm": "replicated_with_grad_allreduce",
         "transformer.h.*.attn.c_proj": "rowwise",
@@ -146,7 +145,7 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize the weights: normal for linear layers and embeddings, zero for biases and padding rows."""
         config = self.config
-        zeroed = {"c_proj": config.zero_init_projections, "c_gate": True, "lm_head": config.zero_init_head}
+        zeroed = {"c_proj": config.zero_init_projections, "lm_head": config.zero_init_head}
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
                 module.weight.normal_(std=config.embd_init_std)

@@ -225,8 +225,7 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention; one linear layer (`c_attn`) computes queries, keys and values, in that order.
 
-    With `mixes_values`, values are a learned mix with an embedding of the token (ResFormer, modded-nanogpt). With
-    `gated_attention`, the output of each head has a gate (Qiu et al., 2025).
+    With `mixes_values`, values are a learned mix with an embedding of the token (ResFormer, modded-nanogpt).
     """
 
     def __init__(self, config: GPTConfig, *, mixes_values: bool = False) -> None:
@@ -239,7 +238,6 @@ class Attention(nn.Module):
         )
         rows = tuple(heads * self.head_size for heads in (self.num_heads, self.kv_heads, self.kv_heads))
         self.c_attn.fused_rows = rows  # type: ignore[assignment] # tensor parallelism splits each of the three
-        self.c_gate = nn.Linear(config.embd_size, self.num_heads, bias=False) if config.gated_attention else None
         self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5])) if mixes_values else None
         self.q_norm, self.k_norm = None, None
         if config.qk_norm != "none":
@@ -275,8 +273,6 @@ class Attention(nn.Module):
             embedded_BHTD = values_BTC.view(B, T, self.kv_heads, self.head_size).transpose(1, 2)
             v = (self.value_mix[0] * v + self.value_mix[1] * embedded_BHTD).type_as(v)
         y_BHTD = self.attend(q, k, v, mask) if cached is None else cached(q, k, v)
-        if self.c_gate is not None:
-            y_BHTD = y_BHTD * (2 * torch.sigmoid(self.c_gate(x_BTC))).mT[..., None]
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
         return y_BTC
 

@@ -9,11 +9,7 @@ from whimbrel.ops.attention import (
     packed_attention,
     write_blocks,
 )
-from whimbrel.ops.cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    linear_multi_token_cross_entropy,
-)
+from whimbrel.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from whimbrel.ops.token_losses import (
     distillation_loss_reference,
     linear_distillation_loss,
@@ -35,7 +31,6 @@ __all__ = [
     "linear_distillation_loss",
     "linear_log_probs",
     "linear_log_probs_reference",
-    "linear_multi_token_cross_entropy",
     "linear_top_k",
     "packed_attention",
     "top_k_log_probs",

@@ -22,7 +22,6 @@ __all__ = [
     "fused_loss_and_gradient_",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
-    "linear_multi_token_cross_entropy",
     "loss_and_gradient_",
 ]
 
@@ -69,46 +68,19 @@ def linear_cross_entropy(
     `weight` is allocated for them.
     """
     check_targets(targets_N, vocab_size, ignore_index)
+    device = hidden_NC.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
+    grad_enabled = torch.is_grad_enabled()
     indices, rows_RC = (None, None) if replaced_rows is None else replaced_rows
     trained = weight_VC if rows_RC is None else rows_RC
+    needs_grad = (grad_enabled and hidden_NC.requires_grad, grad_enabled and trained.requires_grad)
     if rows_RC is not None and weight_VC.requires_grad:
         raise ConfigError("replaced_rows: expected a frozen weight, got one that requires gradients")
-    loss, _ = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_NC, weight_VC, rows_RC, indices, targets_N, None, vocab_size, softcap, ignore_index,
-        *_dtype_and_gradients(hidden_NC, trained), inplace_backward,
+    loss = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_NC, weight_VC, rows_RC, indices, targets_N, vocab_size, softcap, ignore_index, dtype, needs_grad,
+        inplace_backward,
     )  # fmt: skip
     return cast(Tensor, loss)
-
-
-def linear_multi_token_cross_entropy(
-    hidden_NC: Tensor,
-    weight_VC: Tensor,
-    targets_NK: Tensor,
-    target_weights_K: Tensor,
-    *,
-    vocab_size: int,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    inplace_backward: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of the same logits with K targets per token, where each target has its own weight (fp32).
-
-    Returns the weighted sum over all targets, and the K unweighted sums over tokens, which have no gradients. Other
-    arguments are those of `linear_cross_entropy`; the logits are computed once.
-    """
-    check_targets(targets_NK, vocab_size, ignore_index)
-    loss, sums_K = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_NC, weight_VC, None, None, targets_NK, target_weights_K, vocab_size, softcap, ignore_index,
-        *_dtype_and_gradients(hidden_NC, weight_VC), inplace_backward,
-    )  # fmt: skip
-    return loss, sums_K
-
-
-def _dtype_and_gradients(hidden: Tensor, trained: Tensor) -> tuple[torch.dtype, tuple[bool, bool]]:
-    """The dtype of the matmuls, and which of the two inputs need gradients."""
-    device, enabled = hidden.device.type, torch.is_grad_enabled()
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    return dtype, (enabled and hidden.requires_grad, enabled and trained.requires_grad)
 
 
 def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -142,20 +114,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         replaced: Tensor | None,
         indices: Tensor | None,
         targets: Tensor,
-        target_weights: Tensor | None,
         vocab_size: int,
         softcap: float | None,
         ignore_index: int,
         dtype: torch.dtype,
         needs_grad: tuple[bool, bool],
         inplace_backward: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         device, trained = hidden.device.type, weight if replaced is None else replaced
         with torch.autocast(device, enabled=False):
             hidden_cast, weight_cast = hidden.to(dtype), weight.to(dtype)
             trained_cast = weight_cast if replaced is None else replaced.to(dtype)
             grad_hidden = torch.empty_like(hidden_cast) if needs_grad[0] else None
-            losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+            losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
             rows = chunk_tokens(hidden, weight.shape[0] * dtype.itemsize)
             # Several chunks are accumulated in fp32. One chunk needs no accumulation, which saves memory.
             grad_dtype = trained.dtype if rows >= hidden.shape[0] else torch.promote_types(trained.dtype, torch.float32)
@@ -166,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if indices is not None:
                     logits.index_copy_(1, indices, hidden_cast[chunk] @ trained_cast.T)
                 losses[chunk] = loss_and_gradient_(
-                    logits, targets[chunk], vocab_size, softcap, ignore_index, any(needs_grad), target_weights
+                    logits, targets[chunk], vocab_size, softcap, ignore_index, any(needs_grad)
                 )
                 grad_logits = logits
                 if indices is not None and any(needs_grad):
@@ -187,15 +158,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del logits, grad_logits  # before the next chunk is allocated
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes, ctx.inplace, ctx.replaces = (hidden.dtype, trained.dtype), inplace_backward, indices is not None
-        if target_weights is None:
-            return losses.sum(), None
-        sums = losses.sum(dim=0)
-        ctx.mark_non_differentiable(sums)
-        return (sums * target_weights).sum(), sums  # autocast would round a matmul
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         if grad_hidden is not None:
@@ -204,7 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = grad_weight.mul_(grad_loss) if ctx.inplace else grad_weight * grad_loss
             grad_weight = grad_weight.to(weight_dtype)
         grads = (None, grad_weight) if ctx.replaces else (grad_weight, None)
-        return grad_hidden, *grads, *(None,) * 9
+        return grad_hidden, *grads, None, None, None, None, None, None, None, None
 
 
 def _accumulates_in_matmul(x: Tensor, total: Tensor) -> bool:
@@ -213,52 +180,36 @@ def _accumulates_in_matmul(x: Tensor, total: Tensor) -> bool:
 
 
 def fused_loss_and_gradient_(
-    logits: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    softcap: float | None,
-    ignore_index: int,
-    gradient: bool,
-    target_weights: Tensor | None = None,
+    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
     """`loss_and_gradient_` in one Triton kernel; a TorchFunctionMode can override it, like any torch function."""
-    arguments = (logits, targets, vocab_size, softcap, ignore_index, gradient, target_weights)
     if not torch.compiler.is_compiling() and has_torch_function_unary(logits):
+        arguments = (logits, targets, vocab_size, softcap, ignore_index, gradient)
         return handle_torch_function(fused_loss_and_gradient_, (logits,), *arguments)
     from whimbrel.ops import cross_entropy_triton
 
-    return cross_entropy_triton.loss_and_gradient_(*arguments)
+    return cross_entropy_triton.loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)
 
 
 def loss_and_gradient_(
-    logits: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    softcap: float | None,
-    ignore_index: int,
-    gradient: bool,
-    target_weights: Tensor | None = None,
+    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
-    """The loss of each target; with `gradient`, overwrites `logits` with the gradient of the summed loss.
-
-    `targets` are (rows,) or, with `target_weights` (K,) for the sum, (rows, K).
-    """
+    """The loss of each row; with `gradient`, overwrites `logits` with the gradient of the summed loss."""
     if logits.is_cuda:
-        return fused_loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient, target_weights)
+        return fused_loss_and_gradient_(logits, targets, vocab_size, softcap, ignore_index, gradient)
     z = logits.float()
     if softcap is not None:
         capped = torch.tanh(z / softcap)
         z = capped * softcap
     z[:, vocab_size:] = -torch.inf
-    valid = (targets != ignore_index).view(len(logits), -1)
-    index = torch.where(valid, targets.view_as(valid), 0)
+    valid = targets != ignore_index
+    index = torch.where(valid, targets, 0)[:, None]
     lse = torch.logsumexp(z, dim=1, keepdim=True)
-    losses = torch.where(valid, lse - z.gather(1, index), 0.0)
+    losses = torch.where(valid, (lse - z.gather(1, index)).squeeze(1), 0.0)
     if gradient:
-        weights = valid * (1.0 if target_weights is None else target_weights)
-        p = z.sub_(lse).exp_().mul_(weights.sum(dim=1, keepdim=True))
-        p.scatter_add_(1, index, -weights)
+        p = z.sub_(lse).exp_().mul_(valid[:, None])
+        p.scatter_add_(1, index, -valid[:, None].to(p.dtype))
         if softcap is not None:
             p *= 1 - capped.square_()
         logits.copy_(p)
-    return losses.view_as(targets)
+    return losses

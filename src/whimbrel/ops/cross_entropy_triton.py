@@ -16,42 +16,16 @@ BLOCK, WARPS = 2048, 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _capped(z, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    if HAS_CAP:
-        z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
-    return z
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _target(targets_ptr, weights_ptr, k, ignore_index, WEIGHTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A target of a row and its weight, which is 0 if it is ignored."""
-    target = tl.load(targets_ptr + k)
-    weight = 1.0
-    if WEIGHTED:
-        weight = tl.load(weights_ptr + k)
-    return target, tl.where(target != ignore_index, weight, 0.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _row_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, targets_ptr, weights_ptr, losses_ptr, stride, softcap, ignore_index, vocab_size: tl.constexpr,
-    width: tl.constexpr, TARGETS: tl.constexpr, WEIGHTED: tl.constexpr, HAS_CAP: tl.constexpr, GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, losses_ptr, stride, softcap, ignore_index,
+    vocab_size: tl.constexpr, width: tl.constexpr, HAS_CAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * stride
-    targets_ptr += row * TARGETS
-    losses_ptr += row * TARGETS
+    target = tl.load(targets_ptr + row)
     columns = tl.arange(0, BLOCK)
-    num_valid = 0
-    total_weight = 0.0
-    for k in tl.static_range(TARGETS):
-        target, weight = _target(targets_ptr, weights_ptr, k, ignore_index, WEIGHTED)
-        num_valid += (target != ignore_index).to(tl.int32)
-        total_weight += weight
-    if num_valid == 0:
-        for k in tl.static_range(TARGETS):
-            tl.store(losses_ptr + k, 0.0)
+    if target == ignore_index:
+        tl.store(losses_ptr + row, 0.0)
         if GRADIENT:
             for start in range(0, width, BLOCK):
                 offsets = start + columns
@@ -64,17 +38,17 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, vocab_size, BLOCK):
         offsets = start + columns
         z = tl.load(base + offsets, mask=offsets < width, other=0.0).to(tl.float32)
-        z = _capped(z, softcap, HAS_CAP)
+        if HAS_CAP:
+            z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
         z = tl.where(offsets < vocab_size, z, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(z, axis=0))
         total = total * tl.exp(row_max - new_max) + tl.exp(z - new_max)
         row_max = new_max
     lse = row_max + tl.log(tl.sum(total, axis=0))
-    for k in tl.static_range(TARGETS):
-        target = tl.load(targets_ptr + k)
-        is_valid = target != ignore_index
-        z_target = tl.load(base + tl.where(is_valid, target, 0)).to(tl.float32)
-        tl.store(losses_ptr + k, tl.where(is_valid, lse - _capped(z_target, softcap, HAS_CAP), 0.0))
+    z_target = tl.load(base + target).to(tl.float32)
+    if HAS_CAP:
+        z_target = softcap * (2.0 * tl.sigmoid(2.0 * z_target / softcap) - 1.0)
+    tl.store(losses_ptr + row, lse - z_target)
     if GRADIENT:
         tl.debug_barrier()
         for start in range(0, width, BLOCK):
@@ -85,36 +59,21 @@ def _row_kernel(  # type: ignore[no-untyped-def]
                 t = 2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0
                 z = softcap * t
                 slope = 1.0 - t * t
-            wanted = tl.zeros([BLOCK], dtype=tl.float32)
-            for k in tl.static_range(TARGETS):
-                target, weight = _target(targets_ptr, weights_ptr, k, ignore_index, WEIGHTED)
-                wanted += tl.where(offsets == target, weight, 0.0)
-            g = (total_weight * tl.exp(z - lse) - wanted) * slope
+            g = (tl.exp(z - lse) - tl.where(offsets == target, 1.0, 0.0)) * slope
             g = tl.where(offsets < vocab_size, g, 0.0)
             tl.store(base + offsets, g.to(logits_ptr.dtype.element_ty), mask=offsets < width)
 
 
 def loss_and_gradient_(
-    logits: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    softcap: float | None,
-    ignore_index: int,
-    gradient: bool,
-    target_weights: Tensor | None = None,
+    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, ignore_index: int, gradient: bool
 ) -> Tensor:
-    """The loss of each target; with `gradient`, overwrites `logits` with the gradient of the summed loss.
-
-    `targets` are (rows,) or, with `target_weights` (K,) for the sum, (rows, K).
-    """
+    """The loss of each row; with `gradient`, overwrites `logits` with the gradient of the summed loss."""
     rows, width = logits.shape
     targets = targets.contiguous()
-    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    weights = losses if target_weights is None else target_weights
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     kernel: Any = _row_kernel
     kernel[(rows,)](
-        logits, targets, weights, losses, logits.stride(0), softcap or 1.0, ignore_index, vocab_size=vocab_size,
-        width=width, TARGETS=targets.numel() // rows, WEIGHTED=target_weights is not None, HAS_CAP=softcap is not None,
-        GRADIENT=gradient, BLOCK=BLOCK, num_warps=WARPS,
+        logits, targets, losses, logits.stride(0), softcap or 1.0, ignore_index, vocab_size=vocab_size, width=width,
+        HAS_CAP=softcap is not None, GRADIENT=gradient, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return losses

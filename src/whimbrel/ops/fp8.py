@@ -39,7 +39,7 @@ class Fp8(NamedTuple):
 
     codes: Tensor
     inverse_scale: Tensor
-    """A 0-d fp32 tensor."""
+    """A 0-d fp32 tensor, on a GPU at a multiple of 16 bytes."""
 
 
 Cast = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -82,7 +82,7 @@ class DelayedScaling:
         shifted = torch.cat((amax[None], self._history[:-1]))
         self._history = torch.where(is_recorded, shifted, self._history)
         scales, inverse_scales = power_of_two_scales(self._history.amax(0), self._exponents)
-        self._scales, self._inverse_scales = scales.unbind(), inverse_scales.unbind()
+        self._scales, self._inverse_scales = _unbind_aligned(scales), _unbind_aligned(inverse_scales)
         self._amax = torch.zeros_like(self._amax)
         self._lanes = self._amax.unbind()
         self.micro_batches += 1
@@ -126,6 +126,11 @@ def power_of_two_scales(amax: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor
     return scale, inverse
 
 
+def _unbind_aligned(scales: Tensor) -> tuple[Tensor, ...]:
+    """The elements as 0-d tensors at multiples of 16 bytes, because cuBLASLt does not support scales elsewhere."""
+    return F.pad(scales[:, None], (0, 3))[:, 0].unbind()
+
+
 @torch.no_grad()
 def cast_weights(weights: Sequence[Tensor]) -> list[tuple[Fp8, Fp8]]:
     """Each weight (rows, columns) in e4m3, scaled by its own amax, as is and transposed.
@@ -137,7 +142,9 @@ def cast_weights(weights: Sequence[Tensor]) -> list[tuple[Fp8, Fp8]]:
     exponents = torch.full_like(amax, EXPONENTS[E4M3], dtype=torch.int32)
     scales, inverse_scales = power_of_two_scales(amax, exponents)
     cast = []
-    for weight, scale, inverse_scale in zip(weights, scales.unbind(), inverse_scales.unbind(), strict=True):
+    for weight, scale, inverse_scale in zip(
+        weights, _unbind_aligned(scales), _unbind_aligned(inverse_scales), strict=True
+    ):
         codes, transposed = fp8_kernels(weight).cast(weight, E4M3, scale, None)
         cast.append((Fp8(codes, inverse_scale), Fp8(transposed, inverse_scale)))
     return cast

@@ -27,11 +27,17 @@ LOSS_BLOCK, LOSS_WARPS = 2048, 4
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _encode(x, scale, IS_E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bytes of fp32 values in fp8: saturated, rounded to nearest; NaN stays NaN."""
-    LIMIT: tl.constexpr = 57344.0 if IS_E5M2 else 448.0
-    x = tl.minimum(x * scale, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return x.to(tl.float8e5 if IS_E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
+    """The bytes of fp32 values in fp8: saturated, rounded to nearest; NaN stays NaN.
+
+    `x.to(tl.float8e4nv)` casts pairs, for which ptxas 12.8 (of triton 3.6) generates wrong code in `_store_tile`: it
+    combines two pairs for a store, and then reads the second byte of the first from an uninitialized register.
+    """
+    FORMAT: tl.constexpr = "e5m2x2" if IS_E5M2 else "e4m3x2"
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; cvt.rn.satfinite." + FORMAT + ".f32 low, $2, $1;"
+        "  cvt.rn.satfinite." + FORMAT + ".f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f", [x * scale], dtype=tl.uint8, is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @triton.jit

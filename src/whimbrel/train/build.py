@@ -26,7 +26,6 @@ from whimbrel.base.errors import CheckpointError, ConfigError, DataError, Whimbr
 from whimbrel.checkpoint import CheckpointManager, list_checkpoints
 from whimbrel.checkpoint import read_manifest as read_checkpoint_manifest
 from whimbrel.data import TokenDataLoader, read_manifest
-from whimbrel.data.loader import document_ids
 from whimbrel.data.shards import has_split
 from whimbrel.distributed import (
     DiLoCo,
@@ -85,7 +84,6 @@ from whimbrel.train.checkpointing import check_savable
 from whimbrel.train.config import TrainerConfig
 from whimbrel.train.device import choose_device, free_memory
 from whimbrel.train.initial_model import initial_model
-from whimbrel.train.multi_token import multi_token_objective
 from whimbrel.train.objectives import Objective
 from whimbrel.train.run_config import RunConfig
 from whimbrel.train.step import Scheduler
@@ -181,7 +179,6 @@ def build_run(config: RunConfig, world: World, sample_func: SampleFunction | Non
         eval_dataset=_build_eval_loader(config, device, recorded.train.micro_batch, world),
         tokenizer=tokenizer,
         callbacks=build_callbacks(config, tokenizer, sample_func),
-        objective=multi_token_objective(config, loader.document_ids, partial(document_ids, eot_id=loader.eot_id)),
     )
 
 

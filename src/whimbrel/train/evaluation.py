@@ -105,7 +105,7 @@ def evaluate_batches(
                 if step is None:
                     count = objective.count(model, batch)
                     divisor = count.clamp(min=1) if is_mean else torch.ones_like(count)
-                    loss, _, extra, *_ = objective(model, batch, divisor)
+                    loss, _, extra, _ = objective(model, batch, divisor)
                 else:
                     loss, batch_logits, batch_labels = step(batch)
                     count, extra = objective.count(model, batch), {}

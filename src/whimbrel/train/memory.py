@@ -27,7 +27,6 @@ from whimbrel.train.device import Stopwatch, choose_device
 from whimbrel.train.finetune import create_objective
 from whimbrel.train.initial_model import add_adapters, init_model, resize
 from whimbrel.train.memory_tracker import MemoryTracker, simulated_device
-from whimbrel.train.multi_token import multi_token_objective
 from whimbrel.train.objectives import ModelObjective, Objective
 from whimbrel.train.run_config import RunConfig
 from whimbrel.train.samples import added_tokens, choose_template, is_preference
@@ -441,17 +440,14 @@ def build_dry_run_step(
     if config.data.sources is not None:
         objective = create_objective(config, model)
     else:
-        joins = config.data.documents == "join"
-        objective = multi_token_objective(config, lambda x: None if joins else x, lambda x: x) or ModelObjective(
-            None, lambda x: {} if joins else {"documents": x}
-        )
+        inputs = () if config.data.documents == "join" else ("documents",)
+        objective = ModelObjective(None, lambda x: dict.fromkeys(inputs, x))
     return TrainStep(
         model=model,
         optimizer=optimizer,
         scheduler=build.create_scheduler(optimizer, config, 1000, None),
         batches=_RandomBatches(config, device),  # type: ignore[arg-type]
         objective=objective,
-        total_steps=1000,
         precision=MixedPrecision(config.train.precision, device),
         accumulation=config.train.accumulation or 1,
         stopwatch=Stopwatch(device),

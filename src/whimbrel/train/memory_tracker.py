@@ -257,9 +257,9 @@ def _cumulative_lengths(documents: Tensor) -> Tensor:
     return torch.empty(documents.shape[0] + 1, dtype=torch.int32, device=documents.device)
 
 
-def _loss_and_gradient_(logits: Tensor, targets: Tensor, *_: Any) -> Tensor:
-    """The fused kernel works in place on the logits and returns one loss per target."""
-    return torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+def _loss_and_gradient_(logits: Tensor, *_: Any) -> Tensor:
+    """The fused kernel works in place on the logits and returns one loss per row."""
+    return torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
 
 
 BACKWARD = (False, False, ())  # retain_graph, create_graph, inputs

@@ -58,8 +58,6 @@ class LossOutput(NamedTuple):
     """Additional scalars to log, weighted like the loss: sums over the targets divided by `num_items`."""
     num_targets: Tensor | None = None
     """The number of targets, from an objective that knows it only after its forward pass: `FunctionObjective`."""
-    logged: Tensor | None = None
-    """The loss to log, if it is not the one to minimize."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +99,6 @@ class Objective(ABC):
         """
         targets = batch.get("labels") if isinstance(batch, Mapping) else _pair(batch)[1]
         return _count_targets(targets, batch, model)
-
-    def start_step(self, progress: float) -> None:
-        """Called before each optimizer step with the fraction of the run that is complete, for schedules."""
-        del progress
 
     @abstractmethod
     def __call__(self, model: nn.Module, batch: Batch, num_items: Tensor, *, with_logits: bool = False) -> LossOutput:

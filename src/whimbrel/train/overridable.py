@@ -180,10 +180,10 @@ class OverridableMethodsMixin(ABC):
         with self.precision.autocast():
             count = objective.count(model, inputs)
             total = count.clamp(min=1) if self._num_items is None else self._num_items
-            output = objective(model, inputs, total)
-        assert output.loss is not None
-        self.accelerator.backward(output.loss)
-        return (output.loss if output.logged is None else output.logged).detach()
+            loss = objective(model, inputs, total).loss
+        assert loss is not None
+        self.accelerator.backward(loss)
+        return loss.detach()
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -156,11 +156,6 @@ class ObjectiveConfig:
     """With distill: number of top-k log-probabilities of the teacher to store per token."""
     temperature: float = 1.0
     """With distill: softmax temperature of both teacher and student."""
-    mtp_weights: tuple[float, ...] = ()
-    """With lm on token shards, multi-token prediction: initial weights of the losses of the second, third, ... next
-    token, such as 0.5,0.25. The reported loss is that of the next token."""
-    mtp_until: float = 0.66
-    """Fraction of the run after which the weights in mtp_weights are 0; they decrease linearly, the last one first."""
 
     def __post_init__(self) -> None:
         check_positive("objective", self, "beta", "k", "temperature")
@@ -171,8 +166,6 @@ class ObjectiveConfig:
             raise ConfigError(f"expected objective.label_smoothing from 0 to below 0.5, got {self.label_smoothing}")
         if self.loss == "ipo":
             check_unused("objective", self, ("label_smoothing",), "objective.loss = sigmoid or robust")
-        if not self.mtp_weights:
-            check_unused("objective", self, ("mtp_until",), "objective.mtp_weights")
         if self.name == "distill" and self.teacher is None:
             raise ConfigError("objective.name = distill needs objective.teacher: set it to a model directory")
 
@@ -319,8 +312,6 @@ def _check_adapters(config: RunConfig) -> None:
 def _check_objective(config: RunConfig) -> None:
     """Raise for an objective that does not match the data, and for settings that have no effect on samples."""
     name, validation, loader = config.objective.name, config.validation, config.loader
-    if config.objective.mtp_weights and (config.parallel.pp or 1) > 1:
-        raise ConfigError("objective.mtp_weights does not work with pipeline parallelism (parallel.pp): use fsdp")
     if config.data.sources is None:
         if name not in (None, "lm"):
             raise ConfigError(
@@ -336,7 +327,6 @@ def _check_objective(config: RunConfig) -> None:
         raise ConfigError(f"objective.name = {name} with precomputed values needs data.packing = true")
     if config.data.val is not None and validation.path is not None:
         raise ConfigError("expected data.val or validation.path, got both: remove one")
-    check_unused("objective", config.objective, ("mtp_weights",), "token shards")
     check_unused("validation", validation, ("tokens",), "token shards (for samples: validation.batches)")
     check_unused("loader", loader, ("remove_unused_columns", "label_names"), "a dataset in Python")
     if config.sample.every is not None and not config.sample.prompt:

@@ -88,7 +88,6 @@ class TrainStep:
     world: World = field(default_factory=World)
     """The processes that train together."""
     outer: DiLoCo | None = None
-    total_steps: int = 1
     clip: float | None = None
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     _parameters: list[nn.Parameter] = field(init=False)
@@ -109,7 +108,6 @@ class TrainStep:
             micro_batches.append(batch)
         if not micro_batches:
             return None
-        self.objective.start_step((step - 1) / self.total_steps)
 
         # The step's loss is one mean over the targets of all micro-batches of all ranks, so all are counted before the
         # first backward pass, and each loss is divided by the total.
@@ -173,7 +171,7 @@ class TrainStep:
             with gradient_sync(self.model, last=index == len(micro_batches)):
                 output = self._run_micro_batch(batch, num_items)
             assert output.loss is not None
-            loss += (output.loss if output.logged is None else output.logged).detach()
+            loss += output.loss.detach()
             if output.num_targets is not None and not isinstance(batch, DummyBatch):
                 count += output.num_targets
             for name, value in output.metrics.items():

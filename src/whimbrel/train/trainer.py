@@ -418,7 +418,6 @@ class BaseTrainer(CheckpointMixin, OverridableMethodsMixin):
             stopwatch=Stopwatch(self.device),
             dispatch=self.dispatch,
             lr=lambda: scheduler.get_last_lr()[reported],
-            total_steps=self.state.max_steps,
             clip=config.train.clip,
             on_nonfinite=config.train.on_nonfinite,
         )

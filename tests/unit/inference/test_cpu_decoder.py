@@ -262,7 +262,6 @@ def unsupported_models() -> Iterator[tuple[str, GPT]]:
     apply_lora(lora, LoraConfig())
     yield "LoraLinear", lora
     yield "value_embeddings", GPT(replace(random_model("llama").config, value_embeddings=1))
-    yield "gated_attention", GPT(replace(random_model("llama").config, gated_attention=True))
     hooked = random_model("llama")
     next(iter(hooked.blocks)).attn.register_forward_hook(lambda *_: None)
     yield "hooks", hooked

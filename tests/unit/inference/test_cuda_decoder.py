@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,7 +97,8 @@ def test_engine_generates_the_same_tokens() -> None:
 
     def greedy(**options: Any) -> list[int]:
         engine = Engine(model, EngineConfig(max_batch=1, **options))
-        engine.add_request(Request([1, 2, 3], max_new_tokens=40, sampling=SamplingParams(temperature=0)))
+        sampling = SamplingParams(temperature=0)
+        engine.add_request(Request(prompt_ids=(1, 2, 3), max_new_tokens=40, sampling=sampling))
         tokens: list[int] = []
         while engine.busy:
             tokens += [event.token for event in engine.step() if event.token is not None]
@@ -114,8 +114,6 @@ def test_unsupported_models_are_refused() -> None:
     pool = BlockPool(model.config, 4, 8)
     assert unsupported_reason(model, BlockPool(model.config, 4, 8, codec="int8")) is not None
     quantized = random_model("llama", "cpu", weights="int8-dynamic")
-    gated = GPT(replace(model.config, gated_attention=True))
-    assert "gated_attention is not supported" in str(unsupported_reason(gated, pool))
     assert "int8-dynamic is not supported" in str(unsupported_reason(quantized, pool))
     apply_lora(model, LoraConfig(rank=2))
     assert "is a " in str(unsupported_reason(model, pool))

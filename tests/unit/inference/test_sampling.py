@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.synchronization import forbid_synchronization
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -218,13 +219,8 @@ def test_draw_equals_sample_without_synchronizing(device):
     samplings = [replace(each, repetition_penalty=1.0, logit_bias=None) for each in settings]
     keys = torch.randint(2**63 - 1, (60,), generator=generator).to(device)
     sampler = Sampler(samplings, logits.device)
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_synchronization():
         drawn = sampler.draw(logits, keys)
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     expected = sample(logits, samplings, keys.tolist(), [NOTHING] * 60)
     assert torch.equal(torch.where(drawn < 0, expected, drawn), expected)
     assert ((drawn >= 0) | torch.tensor([each.top_p == 0.6 for each in samplings], device=device)).all()

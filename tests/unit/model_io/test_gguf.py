@@ -166,7 +166,6 @@ def test_metadata_that_transformers_ignores_is_logged(saved, tmp_path, caplog, c
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (replace(LLAMA, gated_attention=True), "no architecture for model_type 'whimbrel'"),
         (replace(GPT2, residual_scale="attention"), "no architecture for model_type 'whimbrel'"),
         (replace(GPT2, activation="gelu"), "'gpt2' does not support activation gelu"),
         (replace(LLAMA, activation="gelu_tanh"), "'llama' does not support activation gelu_tanh"),

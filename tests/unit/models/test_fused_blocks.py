@@ -88,7 +88,6 @@ def test_not_used_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"activation": "silu", "gated_mlp": True}, "activation = silu"),
         ({"bias": "none"}, "bias = none"),
         ({"value_embeddings": 1}, "value_embeddings = 1"),
-        ({"gated_attention": True}, "gated_attention = True"),
     ],
 )
 def test_unsupported_settings(settings: dict[str, Any], expected: str) -> None:

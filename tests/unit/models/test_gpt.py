@@ -214,7 +214,7 @@ def test_cached_logits_equal_uncached_ones(kind, steps):
         torch.testing.assert_close(torch.cat(parts, dim=1), model(x).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "mistral", "gpt2-fast", "gated"])
+@pytest.mark.parametrize("kind", ["llama3", "mistral", "gpt2-fast"])
 def test_tokens_attend_only_within_their_document(kind):
     model, x = add_noise(GPT(KINDS[kind])), ids(2, 20)
     together = model(x, documents=torch.tensor([[0] * 8 + [1] * 12, [5] * 13 + [6] * 7])).logits
@@ -280,27 +280,6 @@ def test_value_embeddings_are_mixed_into_the_values():
     assert changed[0].all()  # the first token is a key of all later ones
     with pytest.raises(ConfigError, match="value_embeddings from 0 to 2 .*, got 3"):
         replace(config, value_embeddings=3)
-
-
-def test_gates_start_at_one_and_multiply_the_output_of_heads():
-    torch.manual_seed(0)
-    config = replace(TINY, gated_attention=True)
-    model, plain, x = GPT(config), GPT(TINY), ids()
-    assert model.num_parameters() - plain.num_parameters() == config.num_layers * config.num_heads * config.embd_size
-    assert config.matrix_parameters - TINY.matrix_parameters == model.num_parameters() - plain.num_parameters()
-    missing = plain.load_state_dict({name: p for name, p in model.state_dict().items() if "c_gate" not in name})
-    assert not missing.missing_keys
-    torch.testing.assert_close(model(x).logits, plain(x).logits, rtol=0, atol=0)
-    block, expected = next(model.blocks), next(plain.blocks)
-    hidden = torch.randn(2, 5, config.embd_size)
-    torch.nn.init.normal_(block.attn.c_gate.weight)
-    gates = 2 / (1 + torch.exp(-hidden @ block.attn.c_gate.weight.T))  # (batch, tokens, heads)
-    output: list[torch.Tensor] = []
-    expected.attn.c_proj.register_forward_pre_hook(lambda _, inputs: output.append(inputs[0]))
-    block.attn.c_proj.register_forward_pre_hook(lambda _, inputs: output.append(inputs[0]))
-    expected.attn(hidden, None, None, None)
-    block.attn(hidden, None, None, None)
-    torch.testing.assert_close(output[1], output[0] * gates.repeat_interleave(config.head_dim, dim=-1))
 
 
 def test_dropout_applies_to_embedding_attention_and_mlp_in_training_only():

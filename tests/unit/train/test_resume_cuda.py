@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.synchronization import forbid_synchronization
 
 from whimbrel.checkpoint import list_checkpoints, read_component
 from whimbrel.train import BaseTrainer, RunConfig, TrainerCallback, TrainingArguments, read_log, train
@@ -86,25 +88,23 @@ def test_dropout_is_identical_after_a_resume(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_steps_do_not_wait_for_the_device(make_run: MakeRun) -> None:
     """A step that synchronizes with the device raises here; logging, evaluation and saving may synchronize."""
     modes = []
+    stack = contextlib.ExitStack()
 
     class Strict(TrainerCallback):
         def on_step_begin(self, **event: Any) -> None:
             modes.append(event["state"].global_step)
             if event["state"].global_step > 2:  # after the first steps have created the optimizer state
-                torch.cuda.set_sync_debug_mode("error")
+                stack.enter_context(forbid_synchronization())
 
         def on_pre_optimizer_step(self, **event: Any) -> None:
             assert event["model"].lm_head.weight.grad is not None
 
         def on_step_end(self, **event: Any) -> None:
-            torch.cuda.set_sync_debug_mode("default")
+            stack.close()
 
-    try:
+    with stack:
         train(make_run(train__device="cuda", train__clip=1.0), callbacks=[Strict()])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert modes == list(range(6))
