@@ -1,4 +1,4 @@
-// The decode step of a few sequences as one persistent kernel: every layer, the head and the next token.
+// The decode step of up to eight sequences as one persistent kernel: every layer, the head and the next token.
 //
 // Each warp streams its share of all weight matrices, in order, from global memory through a ring of its own in shared
 // memory. The stream does not depend on the activations, so it runs ahead across phases: while blocks wait for each
@@ -11,15 +11,18 @@
 //     fc    norm, projection, act     -> hidden
 //     down  projection, residual      -> x
 //
+// A block multiplies 16 rows at a time on tensor cores (m16n8k16; the sequences are the 8 columns), each of its warps a
+// part of the columns of the weight. Quantized weights become fp16 in registers, exactly; since the order of the columns
+// within a product is free, each lane decodes 16 bytes of two rows.
+//
 // The code before this file defines the shapes of the model (HEADS, WIDTH, ...); see `cuda_decoder.py`. Rounding follows
 // the model: results of norms, projections and activations are rounded to its dtype, sums are in fp32.
 
 typedef unsigned int u32;
 typedef long long i64;
 
-#define FP32 0
-#define BF16 1
-#define FP16 2
+#define BF16 0
+#define FP16 1
 #define DENSE 0
 #define INT8 1
 #define FP8 2
@@ -32,16 +35,13 @@ typedef long long i64;
 #define SILU 2
 #define RELU2 3
 
-#if DTYPE == FP32
-typedef float T;
-#else
-typedef unsigned short T;
-#endif
+typedef unsigned short T;  // bf16 or fp16
 
 #define THREADS (WARPS * 32)
 #define ALL_LANES 0xffffffffu
-constexpr int VEC = 16 / sizeof(T);  // elements of 16 bytes
-constexpr int TOTAL_WARPS = BLOCKS * WARPS;
+constexpr int VEC = 8;          // elements of 16 bytes
+constexpr int GROUP_ROWS = 16;  // rows of a product
+constexpr int LOADS = 2;        // of 16 bytes per lane and row of a chunk: 64 bytes of each row
 constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int HEADS_PER_UNIT = GROUP % 4 == 0 ? 4 : GROUP % 3 == 0 ? 3 : GROUP % 2 == 0 ? 2 : 1;  // query heads that one block attends with
 constexpr int UNITS = HEADS / HEADS_PER_UNIT;
@@ -60,21 +60,22 @@ constexpr int columns_of(int kind) { return kind == OUT ? HEADS * HEAD_SIZE : ki
 constexpr int format_of(int kind) {
   return kind == QKV ? QKV_FORMAT : kind == OUT ? OUT_FORMAT : kind == FC ? FC_FORMAT : kind == DOWN ? DOWN_FORMAT : HEAD_FORMAT;
 }
-// Columns that share a scale, for int4.
-constexpr int scale_group_of(int kind) {
-  return kind == QKV ? QKV_GROUP : kind == OUT ? OUT_GROUP : kind == FC ? FC_GROUP : kind == DOWN ? DOWN_GROUP : HEAD_GROUP;
-}
 // Weights in 16 bytes.
 constexpr int weights_per_load(int format) { return format == DENSE ? VEC : format == INT4 ? 32 : 16; }
 constexpr int row_bytes_of(int kind) { return columns_of(kind) * 16 / weights_per_load(format_of(kind)); }
-constexpr int chunks_of(int kind) { return (row_bytes_of(kind) + 511) / 512; }  // 512 bytes: 16 per lane
-// A group of rows is the unit of work of a warp.
+constexpr int CHUNK_BYTES = LOADS * 64;  // of each row
+constexpr int chunks_of(int kind) { return (row_bytes_of(kind) + CHUNK_BYTES - 1) / CHUNK_BYTES; }
+constexpr int padded_columns_of(int kind) { return chunks_of(kind) * LOADS * 4 * weights_per_load(format_of(kind)); }
 constexpr int groups_of(int kind) { return (rows_of(kind) + GROUP_ROWS - 1) / GROUP_ROWS; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-constexpr int SCALE_BYTES = QKV_FORMAT == INT4 || OUT_FORMAT == INT4 || FC_FORMAT == INT4 || DOWN_FORMAT == INT4 || HEAD_FORMAT == INT4 ? 128 : 0;
-constexpr int SLOT_BYTES = GROUP_ROWS * (512 + SCALE_BYTES);
-constexpr int MAX_COLUMNS_RAW = HIDDEN > WIDTH ? HIDDEN : WIDTH;
-constexpr int MAX_COLUMNS = ((MAX_COLUMNS_RAW > HEADS * HEAD_SIZE ? MAX_COLUMNS_RAW : HEADS * HEAD_SIZE) + 1023) / 1024 * 1024;
+constexpr bool HAS_INT4 = QKV_FORMAT == INT4 || OUT_FORMAT == INT4 || FC_FORMAT == INT4 || DOWN_FORMAT == INT4 || HEAD_FORMAT == INT4;
+constexpr int SLOT_BYTES = 2 * LOADS * 512 + (HAS_INT4 ? 256 : 0);  // int4: two scales of two rows per lane
+constexpr int INPUT_COLUMNS = larger(larger(padded_columns_of(QKV), padded_columns_of(OUT)),
+                                     larger(larger(padded_columns_of(FC), padded_columns_of(DOWN)), padded_columns_of(HEAD)));
+constexpr int INPUT_STRIDE = (INPUT_COLUMNS + 63) / 64 * 64 + 32;  // sequences start at different banks
+constexpr int ROUND_GROUPS = THREADS / (GROUP_ROWS * BATCH);  // groups after which results are added up, one by each thread
+static_assert(ROUND_GROUPS * GROUP_ROWS * BATCH == THREADS, "a thread per result");
 
 // Pointers, as 64-bit integers; the same order as in `cuda_decoder.py`.
 struct Layer {
@@ -116,14 +117,15 @@ struct Model {
 };
 
 constexpr int TABLE_BYTES = (sizeof(Model) + LAYERS * sizeof(Layer) + 15) / 16 * 16;
-constexpr int INPUT_BYTES = BATCH * MAX_COLUMNS * (int)sizeof(T);
+constexpr int INPUT_BYTES = BATCH * INPUT_STRIDE * (int)sizeof(T);
 constexpr int ATTENTION_BYTES = WARPS * (HEAD_SIZE + 2) * 4;
-constexpr int WORK_BYTES = ((INPUT_BYTES > ATTENTION_BYTES ? INPUT_BYTES : ATTENTION_BYTES) + 15) / 16 * 16;
-constexpr int SUMS_BYTES = SCALE_BYTES ? BATCH * MAX_COLUMNS / 32 * 4 : 0;
+constexpr int WORK_BYTES = (larger(larger(INPUT_BYTES, ATTENTION_BYTES), THREADS * 8) + 15) / 16 * 16;
+constexpr int RESULT_BYTES = WARPS * THREADS * 4;      // of a round
+constexpr int ROTATION_BYTES = BATCH * HEAD_SIZE * 4;  // cosine and sine of each pair of a head
 constexpr int SCRATCH_BYTES = 64 * 4 * 2;
-constexpr int RING_BYTES = SHARED_BYTES - TABLE_BYTES - WORK_BYTES - SUMS_BYTES - SCRATCH_BYTES;
+constexpr int RING_BYTES = SHARED_BYTES - TABLE_BYTES - WORK_BYTES - 2 * RESULT_BYTES - ROTATION_BYTES - SCRATCH_BYTES;
 constexpr int SLOTS_THAT_FIT = RING_BYTES / WARPS / SLOT_BYTES;
-constexpr int SLOTS = SLOTS_THAT_FIT > 32 ? 32 : SLOTS_THAT_FIT;
+constexpr int SLOTS = SLOTS_THAT_FIT > MAX_SLOTS ? MAX_SLOTS : SLOTS_THAT_FIT;
 static_assert(SLOTS >= 2, "not enough shared memory");
 
 #ifdef __CUDACC_RTC__
@@ -146,8 +148,10 @@ __device__ __forceinline__ u32 load_acquire(const u32* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
   return value;
 }
-// Add 1 after everything that the threads of this block wrote before their last barrier; the old value.
-__device__ __forceinline__ u32 count_release(u32* p) {
+// Add 1, visible only after everything that the threads of this block wrote before their last barrier.
+__device__ __forceinline__ void count_release(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
+// The same, and the old value; what other blocks wrote before they added is visible afterwards.
+__device__ __forceinline__ u32 count(u32* p) {
   u32 old;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(p) : "memory");
   return old;
@@ -164,6 +168,35 @@ __device__ __forceinline__ float load_float(const float* p) {
   return v;
 }
 __device__ __forceinline__ u32 byte_permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+// c += a * b, or c = a * b, for a (16, 16) and b (16, 8); see the fragments of m16n8k16 in the PTX manual.
+template <bool IS_HALF>
+__device__ __forceinline__ void multiply_add(float (&c)[4], const u32* a, u32 b0, u32 b1, bool is_first = false) {
+  if (IS_HALF && is_first)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+  else if (IS_HALF)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four matrices of 8 x 8: a lane passes the address of row lane % 8 of matrix lane / 8.
+__device__ __forceinline__ void load_matrices(u32 (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(shared_address(row)) : "memory");
+}
+// a * b + c for two halves.
+__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
+  u32 d;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 __device__ __forceinline__ float half_to_float(unsigned short h) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
@@ -175,7 +208,8 @@ __device__ __forceinline__ unsigned short float_to_half(float f) {
   return h;
 }
 #else
-static u32 count_release(u32* p) { return atomicAdd(p, 1u); }
+static void count_release(u32* p) { atomicAdd(p, 1u); }
+static u32 count(u32* p) { return atomicAdd(p, 1u); }
 static uint4 load_16(const void* p) { return *(const uint4*)p; }
 static float load_float(const float* p) { return *p; }
 static u32 byte_permute(u32 a, u32 b, u32 selector) {
@@ -195,68 +229,78 @@ static unsigned short float_to_half(float f) {
   __builtin_memcpy(&h, &f16, 2);
   return h;
 }
+static u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 out = 0;
+  for (int i = 0; i < 32; i += 16)
+    out |= (u32)float_to_half(half_to_float(a >> i) * half_to_float(b >> i) + half_to_float(c >> i)) << i;
+  return out;
+}
+static u32 add_halves(u32 a, u32 b) { return fma_halves(a, 0x3c003c00u, b); }
+template <bool IS_HALF>
+static void multiply_add(float (&c)[4], const u32* a, u32 b0, u32 b1, bool is_first = false) {
+  if (is_first) c[0] = c[1] = c[2] = c[3] = 0.0f;
+  const int lane = threadIdx.x % 32;
+  const auto number = [](u32 word, int k) {
+    const u32 bits = word >> k % 2 * 16 & 0xffff;
+    return IS_HALF ? half_to_float(bits) : __uint_as_float(bits << 16);
+  };
+  for (int k = 0; k < 16; k++) {
+    const int source = k % 8 / 2;
+    const u32 low = __shfl_sync(0xffffffffu, a[k / 8 * 2], lane / 4 * 4 + source);
+    const u32 high = __shfl_sync(0xffffffffu, a[k / 8 * 2 + 1], lane / 4 * 4 + source);
+    for (int n = 0; n < 2; n++) {
+      const u32 b = __shfl_sync(0xffffffffu, k < 8 ? b0 : b1, (lane % 4 * 2 + n) * 4 + source);
+      c[n] += number(low, k) * number(b, k);
+      c[2 + n] += number(high, k) * number(b, k);
+    }
+  }
+}
+static void load_matrices(u32 (&out)[4], const void* row) {
+  const int lane = threadIdx.x % 32;
+  u32 words[4];
+  __builtin_memcpy(words, row, 16);
+  for (int i = 0; i < 4; i++)
+    for (int word = 0; word < 4; word++) {
+      const u32 value = __shfl_sync(0xffffffffu, words[word], i * 8 + lane / 4);
+      if (lane % 4 == word) out[i] = value;
+    }
+}
 #endif
 
 __device__ __forceinline__ float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
 
-__device__ __forceinline__ float to_float(T value) {
-#if DTYPE == FP32
-  return value;
-#elif DTYPE == BF16
-  return bf16_to_float(value);
-#else
-  return half_to_float(value);
-#endif
-}
+__device__ __forceinline__ float to_float(T value) { return DTYPE == BF16 ? bf16_to_float(value) : half_to_float(value); }
 
 __device__ __forceinline__ T from_float(float value) {
-#if DTYPE == FP32
-  return value;
-#elif DTYPE == BF16
-  u32 bits = __float_as_uint(value);
-  if (value != value) return 0x7fff;
-  return (T)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-#else
-  return float_to_half(value);
-#endif
+  if (DTYPE == FP16) return float_to_half(value);
+  const u32 bits = __float_as_uint(value);
+  return value != value ? 0x7fff : (T)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 __device__ __forceinline__ float rounded(float value) { return to_float(from_float(value)); }
 
-// 16 bytes as VEC numbers.
+// 16 bytes as numbers.
 __device__ __forceinline__ void unpack(const uint4& v, float* out) {
   const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-#if DTYPE == FP32
-    out[i] = __uint_as_float(words[i]);
-#elif DTYPE == BF16
-    out[2 * i] = bf16_to_float(words[i]);
-    out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-#else
-    out[2 * i] = half_to_float((unsigned short)words[i]);
-    out[2 * i + 1] = half_to_float((unsigned short)(words[i] >> 16));
-#endif
+    out[2 * i] = to_float((T)words[i]);
+    out[2 * i + 1] = to_float((T)(words[i] >> 16));
   }
 }
 
 __device__ __forceinline__ uint4 pack(const float* in) {
   u32 words[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-#if DTYPE == FP32
-    words[i] = __float_as_uint(in[i]);
-#else
-    words[i] = (u32)from_float(in[2 * i]) | (u32)from_float(in[2 * i + 1]) << 16;
-#endif
-  }
+  for (int i = 0; i < 4; i++) words[i] = (u32)from_float(in[2 * i]) | (u32)from_float(in[2 * i + 1]) << 16;
   return uint4{words[0], words[1], words[2], words[3]};
 }
 
-__device__ __forceinline__ float warp_sum(float v) {
+__device__ __forceinline__ uint4 pack_halves(const float* in) {
+  u32 words[4];
 #pragma unroll
-  for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(ALL_LANES, v, offset);
-  return v;
+  for (int i = 0; i < 4; i++) words[i] = (u32)float_to_half(in[2 * i]) | (u32)float_to_half(in[2 * i + 1]) << 16;
+  return uint4{words[0], words[1], words[2], words[3]};
 }
 
 // The nearest float8_e4m3fn; |value| <= 448.
@@ -283,11 +327,13 @@ __device__ __forceinline__ float activate(float x) {
 struct Block {
   const Model* model;
   const Layer* layers;
-  char* work;        // the input of a matrix, or partial results of attention
-  float* input_sums; // per 32 columns, for int4
+  char* work;      // the input of a matrix, or partial results of attention
+  float* results;  // of the warps, for two rounds
+  const float* rotation;  // cosines of the pairs of a head, then sines, per sequence
   float* scratch;
-  int scratch_half;
-  u32 barriers;      // passed so far
+  int scratch_half, round;
+  u32 barriers;    // passed so far
+  u32 nibbles[2];  // masks of `decode`
 
   __device__ __forceinline__ float reduce(float v, bool is_max) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -325,88 +371,94 @@ struct Block {
   }
 };
 
-// The weights of a warp, in the order in which it needs them.
+// The weights of a warp, in the order in which it needs them: chunks of 128 bytes of 16 rows.
 struct Stream {
   const Layer* layers;
   const Model* model;
-  char* ring;  // of this lane
-  const char* rows[GROUP_ROWS];
-  const char* scales[GROUP_ROWS];
+  char* slots;
+  const char* rows[2];    // where this lane continues in rows lane / 4 and lane / 4 + 8 of the group
+  const char* scales[2];  // of these rows
+  int left;               // bytes of a row from there on
   int kind, layer, group, chunk, write, read;
   bool done;
 
-  __device__ __forceinline__ static int row_of(int kind, int group, int r) {
-    if (GATED && kind == FC) {  // gates, then as many others
-      constexpr int HALF = GROUP_ROWS / 2;
-      int row = group * HALF + r % HALF;
-      return (row < HIDDEN ? row : HIDDEN - 1) + (r < HALF ? 0 : HIDDEN);
-    }
-    int row = group * GROUP_ROWS + r;
-    return row < rows_of(kind) ? row : rows_of(kind) - 1;
+  // The row of the matrix that is row n of a group. If gated, eight gates and the rows that they multiply.
+  __device__ __forceinline__ static int row_of(int kind, int group, int n) {
+    if (GATED && kind == FC) return min(group * 8 + n % 8, HIDDEN - 1) + n / 8 * HIDDEN;
+    return min(group * 16 + n, rows_of(kind) - 1);
   }
 
-  __device__ __forceinline__ void start_group(int first) {
-    while (group >= groups_of(kind)) {
-      group = first;
+  // Go to the next group of which this warp has chunks.
+  __device__ __forceinline__ void start_group() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    chunk = warp;
+    while (group >= groups_of(kind) || chunk >= chunks_of(kind)) {
+      group = blockIdx.x;
       if (kind == HEAD) {
         done = true;
         return;
       }
-      kind += 1;
-      if (kind == HEAD && layer + 1 < LAYERS) {
-        kind = QKV;
-        layer += 1;
-      }
+      kind = kind + 1 == HEAD && layer + 1 < LAYERS ? QKV : kind + 1;
+      layer += kind == QKV;
     }
     const char* weight = kind == HEAD ? model->head : layers[layer].weight[kind];
+    const int offset = warp * CHUNK_BYTES + lane % 4 * 16;
 #pragma unroll
-    for (int r = 0; r < GROUP_ROWS; r++) rows[r] = weight + (i64)row_of(kind, group, r) * row_bytes_of(kind);
-    if (SCALE_BYTES && format_of(kind) == INT4) {
-      const char* all = kind == HEAD ? model->head_scales : layers[layer].scales[kind];
-      const int per_row = columns_of(kind) / scale_group_of(kind);
+    for (int i = 0; i < 2; i++) rows[i] = weight + (i64)row_of(kind, group, lane / 4 + 8 * i) * row_bytes_of(kind) + offset;
+    left = row_bytes_of(kind) - offset;
+    if (HAS_INT4 && format_of(kind) == INT4) {
+      const T* all = (const T*)(kind == HEAD ? model->head_scales : layers[layer].scales[kind]);
 #pragma unroll
-      for (int r = 0; r < GROUP_ROWS; r++) scales[r] = all + (i64)row_of(kind, group, r) * per_row * sizeof(T);
+      for (int i = 0; i < 2; i++)
+        scales[i] = (const char*)(all + (i64)row_of(kind, group, lane / 4 + 8 * i) * (columns_of(kind) / 128) + warp * LOADS);
     }
   }
 
-  // Start to copy the next chunk.
+  // Start to copy the next chunk: row by row in the slot, pieces of 16 bytes of the first half of a chunk before the
+  // others. With dense weights, `load_matrices` reads 8 rows at a time, and the pieces are rotated to avoid bank conflicts.
   __device__ __forceinline__ void load() {
     if (!done) {
       const int lane = threadIdx.x % 32;
-      char* slot = ring + write * SLOT_BYTES;
-      const int offset = chunk * 512 + lane * 16, left = row_bytes_of(kind) - offset;
-      const u32 bytes = left >= 16 ? 16 : left > 0 ? left : 0;
+      char* slot = slots + write * SLOT_BYTES;
+      char* target = slot + piece_offset(lane / 4, lane % 4);
 #pragma unroll
-      for (int r = 0; r < GROUP_ROWS; r++) copy_async_16(slot + r * 512 + lane * 16, rows[r] + (bytes ? offset : 0), bytes);
-      if (SCALE_BYTES && format_of(kind) == INT4) {
-        const int column = offset * 2 < columns_of(kind) ? offset * 2 : 0;
-        const int index = column / scale_group_of(kind);
+      for (int i = 0; i < LOADS; i++) {
+        const int bytes = min(max(left - i * 64, 0), 16), offset = bytes ? i * 64 : 0;
+        copy_async_16(target + i * 1024, rows[0] + offset, bytes);
+        copy_async_16(target + i * 1024 + 512, rows[1] + offset, bytes);
+      }
+      if (HAS_INT4 && format_of(kind) == INT4) {
 #pragma unroll
-        for (int r = 0; r < GROUP_ROWS; r++) {
-          const i64 address = (i64)(scales[r] + index * sizeof(T));
-          copy_async_4(slot + GROUP_ROWS * 512 + r * 128 + lane * 4, (const void*)(address & ~(i64)3));
+        for (int i = 0; i < 2; i++) {
+          copy_async_4(slot + 2 * LOADS * 512 + lane * 8 + i * 4, scales[i]);
+          scales[i] += WARPS * LOADS * sizeof(T);
         }
       }
-      if (++chunk == chunks_of(kind)) {
-        chunk = 0;
-        group += TOTAL_WARPS;
-        start_group((threadIdx.x / 32) * BLOCKS + blockIdx.x);
+      rows[0] += WARPS * CHUNK_BYTES;
+      rows[1] += WARPS * CHUNK_BYTES;
+      left -= WARPS * CHUNK_BYTES;
+      chunk += WARPS;
+      if (chunk >= chunks_of(kind)) {
+        group += BLOCKS;
+        start_group();
       }
     }
     commit_copies();
     write = write + 1 == SLOTS ? 0 : write + 1;
   }
+
+  // Where piece 0 to 3 of row 0 to 7 is among 512 bytes: a row is 64 bytes, so two rows have 128 bytes, all banks.
+  __device__ __forceinline__ static int piece_offset(int row, int piece) { return row * 64 + (piece ^ (row / 2 % 4)) * 16; }
 };
 
-// The input of a matrix in shared memory, normalized: lanes read 16 bytes each, next to one another. `given`: the input
-// before the norm, (batch, columns) in global memory, or for the first matrix the embeddings of `tokens`.
+// The input of a matrix in shared memory, normalized; for quantized weights in fp16. `given`: the input before the norm,
+// (batch, columns) in global memory, or for the first matrix the embeddings of `tokens`.
 template <int KIND>
 __device__ __forceinline__ void load_input(
     Block& block, const T* given, const T* norm_weight, const T* norm_bias, const T* skip, const int* tokens,
     const int* starts) {
   constexpr int COLUMNS = columns_of(KIND), FORMAT = format_of(KIND);
-  constexpr int W = weights_per_load(FORMAT), PIECES = W / VEC, CHUNK = 32 * W;
-  constexpr int PADDED = (COLUMNS + CHUNK - 1) / CHUNK * CHUNK;
+  constexpr int PADDED = padded_columns_of(KIND);
   constexpr int VECTORS = (PADDED / VEC + THREADS - 1) / THREADS;
   constexpr int NORM_OF = KIND == OUT || KIND == DOWN ? NO_NORM : NORM;
   const int thread = threadIdx.x;
@@ -489,224 +541,238 @@ __device__ __forceinline__ void load_input(
         largest = fmaxf(largest, fabsf(value));
       }
     }
-    if (FORMAT == FP8) {
-      const float scale = fmaxf(block.reduce(largest, true) / 448.0f, 1.1754943508222875e-38f);
-      if (thread == 0) block.scratch[48 + b] = scale;  // read after the barrier below, in `finish`
+    if (FORMAT != DENSE) {
+      largest = block.reduce(largest, true);
+      float factor, inverse;
+      if (FORMAT == FP8) {
+        inverse = fmaxf(largest / 448.0f, 1.1754943508222875e-38f);
+        factor = 1.0f / inverse;
+      } else {  // a power of 2, so that the largest value in fp16 is between 2^14 and 2^15
+        const int exponent = min(max(268 - (int)(__float_as_uint(largest) >> 23), 1), 253);
+        factor = __uint_as_float((u32)exponent << 23);
+        inverse = __uint_as_float((u32)(254 - exponent) << 23);
+      }
+      if (thread == 0) block.scratch[48 + b] = inverse;  // for `finish`, after barriers
 #pragma unroll
       for (int i = 0; i < VECTORS; i++)
 #pragma unroll
-        for (int e = 0; e < VEC; e++)
-          values[i][e] = round_to_fp8(fminf(fmaxf(values[i][e] * (1.0f / scale), -448.0f), 448.0f));
+        for (int e = 0; e < VEC; e++) {
+          values[i][e] *= factor;
+          if (FORMAT == FP8) values[i][e] = round_to_fp8(fminf(fmaxf(values[i][e], -448.0f), 448.0f));
+        }
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
       const int column = (thread + i * THREADS) * VEC;
       if (column >= PADDED) continue;
-      const int chunk = column / CHUNK, lane = column % CHUNK / W, piece = column % W / VEC;
-      *(uint4*)(input + b * MAX_COLUMNS + ((chunk * PIECES + piece) * 32 + lane) * VEC) = pack(values[i]);
-      if (FORMAT == INT4) {  // neighboring threads have the parts of 32 columns
-        float sum = 0.0f;
-#pragma unroll
-        for (int e = 0; e < VEC; e++) sum += values[i][e];
-#pragma unroll
-        for (int offset = 1; offset < PIECES; offset <<= 1) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
-        if (piece == 0) block.input_sums[b * (MAX_COLUMNS / 32) + column / 32] = sum;
+      T* out = input + b * INPUT_STRIDE + column;
+      const float* v = values[i];
+      if (FORMAT == DENSE) {  // 32 columns are two products; a lane reads its pairs of both
+        const uint4 packed = pack(v);
+        u32* pairs = (u32*)(out - column % 32) + column % 32 / 8;
+        pairs[0] = packed.x, pairs[4] = packed.y, pairs[8] = packed.z, pairs[12] = packed.w;
+      } else {
+        const float in_pairs[VEC] = {v[0], v[4], v[1], v[5], v[2], v[6], v[3], v[7]};  // as `decode` has them
+        *(uint4*)out = pack_halves(FORMAT == INT4 ? in_pairs : v);
       }
     }
   }
   __syncthreads();
 }
 
-// Add the products of 16 bytes of each row.
+// 16 bytes of quantized weights as pairs of halves.
 template <int FORMAT>
-__device__ __forceinline__ void add_products(float (&acc)[GROUP_ROWS][BATCH], const uint4 (&w)[GROUP_ROWS], const T* input,
-                                             const float* sums, const float (&scale)[GROUP_ROWS]) {
-  constexpr int W = weights_per_load(FORMAT), PIECES = W / VEC;
-  float part[GROUP_ROWS][BATCH];
-  if (FORMAT == INT4) {
+__device__ __forceinline__ void decode(const uint4& loaded, u32 (&pairs)[weights_per_load(FORMAT) / 2], const u32 (&nibbles)[2]) {
+  const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
-    for (int r = 0; r < GROUP_ROWS; r++)
-#pragma unroll
-      for (int b = 0; b < BATCH; b++) part[r][b] = -24.0f * sums[b * (MAX_COLUMNS / 32)];
-  }
-#pragma unroll
-  for (int piece = 0; piece < PIECES; piece++) {
-    float x[BATCH][VEC];
-#pragma unroll
-    for (int b = 0; b < BATCH; b++) unpack(*(const uint4*)(input + b * MAX_COLUMNS + piece * 32 * VEC), x[b]);
-#pragma unroll
-    for (int r = 0; r < GROUP_ROWS; r++) {
-      const u32 words[4] = {w[r].x, w[r].y, w[r].z, w[r].w};
-      float weight[VEC];
-      if (FORMAT == DENSE) {
-        unpack(w[r], weight);
-      } else {
-#pragma unroll
-        for (int e = 0; e < VEC; e++) {
-          const int index = piece * VEC + e;
-          if (FORMAT == INT8) {  // in the low byte of the mantissa of 2^23
-            const u32 word = words[index / 4] ^ 0x80808080u;
-            weight[e] = __uint_as_float(byte_permute(word, 0x4b000000u, 0x7440u | (index % 4))) - 8388736.0f;
-          } else if (FORMAT == INT4) {  // 16 + code, at the top of the mantissa of 16
-            const u32 word = words[index / 8];
-            const int shift = 19 - 4 * (index % 8);
-            weight[e] = __uint_as_float(((shift >= 0 ? word << (shift & 31) : word >> (-shift & 31)) & 0x780000u) | 0x41800000u);
-          }
-        }
-        if (FORMAT == FP8) {
-#pragma unroll
-          for (int e = 0; e < VEC; e += 2) {
-            const int index = piece * VEC + e;
-            const u32 word = words[index / 4];
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-            u32 halves;
-            asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)(index % 4 ? word >> 16 : word)));
-            weight[e] = half_to_float((unsigned short)halves);
-            weight[e + 1] = half_to_float((unsigned short)(halves >> 16));
-#else  // as halves that are smaller by 2^8
-            const u32 spread = byte_permute(word, 0u, index % 4 ? 0x3424u : 0x1404u);
-            const u32 halves = (spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u);
-            weight[e] = 256.0f * half_to_float((unsigned short)halves);
-            weight[e + 1] = 256.0f * half_to_float((unsigned short)(halves >> 16));
-#endif
-          }
-        }
-      }
-#pragma unroll
-      for (int b = 0; b < BATCH; b++)
-#pragma unroll
-        for (int e = 0; e < VEC; e++) {
-          if (FORMAT == INT4)
-            part[r][b] += weight[e] * x[b][e];
-          else
-            acc[r][b] += weight[e] * x[b][e];
-        }
+  for (int i = 0; i < 4; i++) {
+    if (FORMAT == INT8) {  // in the mantissa of 1024, with an offset of 128
+      const u32 word = words[i] ^ 0x80808080u;
+      pairs[2 * i] = add_halves(byte_permute(word, 0x64646464u, 0x4140u), 0xe480e480u);
+      pairs[2 * i + 1] = add_halves(byte_permute(word, 0x64646464u, 0x4342u), 0xe480e480u);
     }
-  }
-  if (FORMAT == INT4) {
+    if (FORMAT == FP8) {
 #pragma unroll
-    for (int r = 0; r < GROUP_ROWS; r++)
+      for (int half = 0; half < 2; half++) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[2 * i + half]) : "h"((unsigned short)(words[i] >> 16 * half)));
+#else  // e4m3 as halves that are smaller by 2^8
+        const u32 spread = byte_permute(words[i], 0u, half ? 0x3424u : 0x1404u);
+        pairs[2 * i + half] = fma_halves((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), 0x5c005c00u, 0u);
+#endif
+      }
+    }
+    if (FORMAT == INT4) {  // codes 0 and 4, 1 and 5, 2 and 6, 3 and 7; 1024 + code, or 1024 + 16 * code
 #pragma unroll
-      for (int b = 0; b < BATCH; b++) acc[r][b] += scale[r] * part[r][b];
+      for (int half = 0; half < 2; half++) {
+        const u32 word = words[i] >> 8 * half;
+        pairs[4 * i + 2 * half] = add_halves((word & nibbles[0]) | 0x64006400u, 0xe408e408u);
+        pairs[4 * i + 2 * half + 1] = fma_halves((word & nibbles[1]) | 0x64006400u, 0x2c002c00u, 0xd480d480u);
+      }
+    }
   }
 }
 
-// What a lane needs to finish its row: scales, biases (of the gate and the other if gated), and the residual.
+// What a thread needs to finish its result: scales, biases (of the gate and the other if gated), and the residual. They
+// are not converted before they are needed, so that nothing waits for the loads.
 struct Operands {
-  float scale[2], bias[2], residual;
+  T scale[2], bias[2], residual, first;
 };
 
-struct Result {
-  float best;
+struct Largest {
+  float value;
   int token;
 };
 
 template <int KIND>
 struct Matrix {
-  static constexpr int COLUMNS = columns_of(KIND), ROWS = rows_of(KIND), FORMAT = format_of(KIND);
+  static constexpr int ROWS = rows_of(KIND), FORMAT = format_of(KIND), GROUPS = groups_of(KIND);
   static constexpr bool IS_GATED = GATED && KIND == FC;
-  static constexpr int OUTPUTS = IS_GATED ? GROUP_ROWS / 2 : GROUP_ROWS;  // of a group; lane i has output i / BATCH
-  static_assert(OUTPUTS * BATCH <= 32, "a lane per output");
 
-  __device__ __forceinline__ static Operands load_operands(const Block& block, const Layer* layer, int group) {
-    Operands operands = {{1.0f, 1.0f}, {0.0f, 0.0f}, 0.0f};
-    const int lane = threadIdx.x % 32, output = lane / BATCH, b = lane % BATCH;
-    if (output >= OUTPUTS || group >= groups_of(KIND)) return operands;
+  // The thread has row `n` of a group, for sequence `b`.
+  __device__ __forceinline__ static Operands load_operands(const Block& block, const Layer* layer, int first_group) {
+    const int group = first_group + threadIdx.x / (GROUP_ROWS * BATCH) * BLOCKS;
+    const int n = threadIdx.x / BATCH % GROUP_ROWS, b = threadIdx.x % BATCH;
+    Operands operands = {};
+    if (group >= GROUPS || (IS_GATED && n >= 8)) return operands;
     const T* scales = (const T*)(KIND == HEAD ? block.model->head_scales : layer->scales[KIND % 4]);
     const T* bias = KIND == HEAD ? block.model->head_bias : layer->bias[KIND % 4];
 #pragma unroll
-    for (int half = 0; half < (IS_GATED ? 2 : 1); half++) {
-      const int row = Stream::row_of(KIND, group, output + half * (GROUP_ROWS / 2));
-      if (FORMAT == INT8 || FORMAT == FP8) operands.scale[half] = to_float(scales[row]);
-      if (bias) operands.bias[half] = to_float(bias[row]);
-      if (KIND == OUT || KIND == DOWN) {
-        float residual = to_float(*(volatile T*)(block.model->x + b * WIDTH + row));
-        if (KIND == OUT && layer->skip)
-          residual = rounded(to_float(layer->skip[0]) * residual + to_float(layer->skip[1]) * to_float(block.model->x0[b * WIDTH + row]));
-        operands.residual = residual;
-      }
+    for (int i = 0; i < (IS_GATED ? 2 : 1); i++) {
+      const int row = Stream::row_of(KIND, group, n + 8 * i);
+      if (FORMAT == INT8 || FORMAT == FP8) operands.scale[i] = scales[row];
+      if (bias) operands.bias[i] = bias[row];
+      if (KIND == OUT || KIND == DOWN) operands.residual = *(volatile T*)(block.model->x + b * WIDTH + row);
+      if (KIND == OUT && layer->skip) operands.first = block.model->x0[b * WIDTH + row];
     }
     return operands;
   }
 
-  __device__ __forceinline__ static void finish(const Block& block, const Operands& operands, float sum, float up, int group, Result& result) {
-    const int lane = threadIdx.x % 32, output = lane / BATCH, b = lane % BATCH;
-    const int row = group * OUTPUTS + output;
-    if (output >= OUTPUTS || row >= (IS_GATED ? HIDDEN : ROWS)) return;
-    const float input_scale = FORMAT == FP8 ? block.scratch[48 + b] : 1.0f;
-    float value = sum * (operands.scale[0] * input_scale) + operands.bias[0];
+  __device__ __forceinline__ static void finish(const Block& block, const Layer* layer, const Operands& operands, const float* results, int first_group, Largest& largest) {
+    const int group = first_group + threadIdx.x / (GROUP_ROWS * BATCH) * BLOCKS;
+    const int n = threadIdx.x / BATCH % GROUP_ROWS, b = threadIdx.x % BATCH;
+    const int row = group * (IS_GATED ? 8 : GROUP_ROWS) + n;
+    if (group >= GROUPS || row >= (IS_GATED ? HIDDEN : ROWS) || (IS_GATED && n >= 8)) return;
+    float sum = 0.0f, up = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) {
+      sum += results[warp * THREADS + threadIdx.x];
+      if (IS_GATED) up += results[warp * THREADS + threadIdx.x + 8 * BATCH];
+    }
+    const float input_scale = FORMAT == DENSE ? 1.0f : block.scratch[48 + b];
+    constexpr bool HAS_ROW_SCALES = FORMAT == INT8 || FORMAT == FP8;
+    float value = sum * ((HAS_ROW_SCALES ? to_float(operands.scale[0]) : 1.0f) * input_scale) + to_float(operands.bias[0]);
+    up = up * ((HAS_ROW_SCALES ? to_float(operands.scale[1]) : 1.0f) * input_scale) + to_float(operands.bias[1]);
+    float residual = to_float(operands.residual);
+    if (KIND == OUT && layer->skip)
+      residual = rounded(to_float(layer->skip[0]) * residual + to_float(layer->skip[1]) * to_float(operands.first));
     const Model* model = block.model;
     if (KIND == QKV) model->qkv[b * ROWS + row] = from_float(value);
-    if (KIND == OUT) model->x[b * ROWS + row] = from_float(operands.residual + ATTENTION_SCALE * rounded(value));
-    if (KIND == DOWN) model->x[b * ROWS + row] = from_float(operands.residual + rounded(value));
+    if (KIND == OUT) model->x[b * ROWS + row] = from_float(residual + ATTENTION_SCALE * rounded(value));
+    if (KIND == DOWN) model->x[b * ROWS + row] = from_float(residual + rounded(value));
     if (KIND == FC) {
       value = rounded(activate(rounded(value)));
-      if (IS_GATED) value *= rounded(up * (operands.scale[1] * input_scale) + operands.bias[1]);
+      if (IS_GATED) value *= rounded(up);
       model->hidden[b * HIDDEN + row] = from_float(value);
     }
     if (KIND == HEAD) {
       value = rounded(value);
       if (SOFTCAP > 0.0f) value = rounded(SOFTCAP * rounded(tanhf(rounded(value / SOFTCAP))));
       model->logits[(i64)b * VOCAB + row] = value;
-      const bool is_better = value > result.best;  // rows come in increasing order, so the first of equal ones is kept
-      if (value != value || result.best != result.best)
-        result.best = __uint_as_float(0x7fffffffu);
-      else if (is_better) {
-        result.best = value;
-        result.token = row;
-      }
+      if (value != value || largest.value != largest.value)
+        largest.value = __uint_as_float(0x7fffffffu);
+      else if (value > largest.value)  // rows come in increasing order, so the first of equal ones is kept
+        largest = Largest{value, row};
     }
   }
 
-  __device__ __forceinline__ static void multiply(Block& block, Stream& stream, const Layer* layer, Operands operands, Result& result) {
-    constexpr int W = weights_per_load(FORMAT), PIECES = W / VEC;
-    const int lane = threadIdx.x % 32, first = (threadIdx.x / 32) * BLOCKS + blockIdx.x;
-    const T* input = (const T*)block.work + lane * VEC;
-    for (int group = first; group < groups_of(KIND); group += TOTAL_WARPS) {
-      if (group != first) operands = load_operands(block, layer, group);
-      float acc[GROUP_ROWS][BATCH] = {};
+  __device__ __forceinline__ static void multiply(Block& block, Stream& stream, const Layer* layer, Operands operands, Largest& largest) {
+    constexpr int W = weights_per_load(FORMAT), PRODUCTS = W / 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
+    const T* input = (const T*)block.work + (lane / 4 < BATCH ? lane / 4 : 0) * INPUT_STRIDE + quad * W;
+    // dense: rows 0 to 7 and 8 to 15 of the first 16 bytes of a product, then of the others
+    const int matrix_row = Stream::piece_offset(lane % 8, lane / 16) + lane / 8 % 2 * 512;
+    const int matrix_row_2 = Stream::piece_offset(lane % 8, lane / 16 + 2) + lane / 8 % 2 * 512;
+    const int piece = Stream::piece_offset(lane / 4, quad);
+    for (int first = blockIdx.x; first < GROUPS; first += ROUND_GROUPS * BLOCKS) {
+      float* results = block.results + block.round * (WARPS * THREADS);
+      block.round ^= 1;
+      for (int i = 0; i < ROUND_GROUPS && first + i * BLOCKS < GROUPS; i++) {
+        float acc[2][4] = {};
 #pragma unroll 1
-      for (int chunk = 0; chunk < chunks_of(KIND); chunk++) {
-        wait_copies<SLOTS - 1>();
-        const char* slot = stream.ring + stream.read * SLOT_BYTES;
-        uint4 weights[GROUP_ROWS];
-        float scale[GROUP_ROWS];
+        for (int chunk = warp; chunk < chunks_of(KIND); chunk += WARPS) {
+          wait_copies<SLOTS - 1>();
+          const char* slot = stream.slots + stream.read * SLOT_BYTES;
+          const T* x = input + chunk * LOADS * 4 * W;
+          if (FORMAT == DENSE) {
+            u32 weights[2 * LOADS][4];
+            uint4 pairs[LOADS];
+            __syncwarp();  // lanes read what others copied
 #pragma unroll
-        for (int r = 0; r < GROUP_ROWS; r++) {
-          weights[r] = *(const uint4*)(slot + r * 512 + lane * 16);
-          if (FORMAT == INT4) {
-            const int column = (chunk * 32 + lane) * W, index = (column < COLUMNS ? column : 0) / scale_group_of(KIND);
-            const i64 position = (i64)Stream::row_of(KIND, group, r) * (COLUMNS / scale_group_of(KIND)) + index;
-            const char* pair = slot + GROUP_ROWS * 512 + r * 128 + lane * 4;
-            scale[r] = to_float(*(const T*)(pair + (sizeof(T) == 2 ? position % 2 * 2 : 0)));
+            for (int j = 0; j < LOADS; j++) {
+              pairs[j] = *(const uint4*)(x + j * 4 * W);
+              load_matrices(weights[2 * j], slot + j * 1024 + matrix_row);
+              load_matrices(weights[2 * j + 1], slot + j * 1024 + matrix_row_2);
+            }
+            __syncwarp();
+            stream.load();
+#pragma unroll
+            for (int j = 0; j < LOADS; j++) {
+              multiply_add<DTYPE == FP16>(acc[0], weights[2 * j], pairs[j].x, pairs[j].y);
+              multiply_add<DTYPE == FP16>(acc[1], weights[2 * j + 1], pairs[j].z, pairs[j].w);
+            }
+          } else {
+            uint4 loaded[LOADS][2];
+            float scale[2][LOADS];
+#pragma unroll
+            for (int j = 0; j < LOADS; j++) {
+              loaded[j][0] = *(const uint4*)(slot + j * 1024 + piece);
+              loaded[j][1] = *(const uint4*)(slot + j * 1024 + 512 + piece);
+            }
+            if (FORMAT == INT4) {
+              const uint2 pairs = *(const uint2*)(slot + 2 * LOADS * 512 + lane * 8);
+              scale[0][0] = to_float((T)pairs.x), scale[0][1] = to_float((T)(pairs.x >> 16));
+              scale[1][0] = to_float((T)pairs.y), scale[1][1] = to_float((T)(pairs.y >> 16));
+            }
+            stream.load();
+#pragma unroll
+            for (int j = 0; j < LOADS; j++) {
+              u32 low[W / 2], high[W / 2];
+              decode<FORMAT>(loaded[j][0], low, block.nibbles);
+              decode<FORMAT>(loaded[j][1], high, block.nibbles);
+              float part[2][4];
+#pragma unroll
+              for (int p = 0; p < PRODUCTS; p++) {
+                const uint4 pairs = *(const uint4*)(x + j * 4 * W + p / 2 * 8);
+                const u32 weights[4] = {low[2 * p], high[2 * p], low[2 * p + 1], high[2 * p + 1]};
+                multiply_add<true>(FORMAT == INT4 ? part[p % 2] : acc[p % 2], weights, p % 2 ? pairs.z : pairs.x, p % 2 ? pairs.w : pairs.y, FORMAT == INT4 && p < 2);
+              }
+              if (FORMAT == INT4) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) acc[0][e] += scale[e / 2][j] * (part[0][e] + part[1][e]);
+              }
+            }
           }
+          stream.read = stream.read + 1 == SLOTS ? 0 : stream.read + 1;
         }
-        stream.load();
-        stream.read = stream.read + 1 == SLOTS ? 0 : stream.read + 1;
-        add_products<FORMAT>(acc, weights, input + chunk * PIECES * 32 * VEC, block.input_sums + chunk * 32 + lane, scale);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int n = lane / 4 + e / 2 * 8, b = quad * 2 + e % 2;
+          if (b < BATCH) results[warp * THREADS + (i * GROUP_ROWS + n) * BATCH + b] = acc[0][e] + acc[1][e];
+        }
       }
-      float sum = 0.0f, up = 0.0f;
-#pragma unroll
-      for (int r = 0; r < GROUP_ROWS; r++)
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-          const float total = warp_sum(acc[r][b]);
-          if (IS_GATED && r >= OUTPUTS) {
-            if (lane == (r - OUTPUTS) * BATCH + b) up = total;
-          } else if (lane == r * BATCH + b) {
-            sum = total;
-          }
-        }
-      finish(block, operands, sum, up, group, result);
+      __syncthreads();
+      if (first != blockIdx.x) operands = load_operands(block, layer, first);
+      finish(block, layer, operands, results, first, largest);
     }
   }
 
   // A phase. Weights and biases that do not depend on other blocks are loaded before the barrier.
   __device__ __forceinline__ static void run(Block& block, Stream& stream, const Layer* layer, const T* input, const T* norm_weight,
-                             const T* norm_bias, Result& result, const int* tokens, const int* starts) {
-    const Operands operands = load_operands(block, layer, (threadIdx.x / 32) * BLOCKS + blockIdx.x);
+                             const T* norm_bias, Largest& largest, const int* tokens, const int* starts) {
+    const Operands operands = load_operands(block, layer, blockIdx.x);
     load_input<KIND>(block, input, norm_weight, norm_bias, KIND == QKV ? layer->skip : nullptr, tokens, starts);
-    multiply(block, stream, layer, operands, result);
+    multiply(block, stream, layer, operands, largest);
     block.arrive();
   }
 };
@@ -722,7 +788,7 @@ struct Keys {
 };
 
 // Norm and rotation of the part of a head that a lane has; rounded after each as the model does.
-__device__ __forceinline__ void norm_and_rotate(float* v, const T* weight, const Model* model, int position) {
+__device__ __forceinline__ void norm_and_rotate(float* v, const T* weight, const float* rotation) {
   const int part = threadIdx.x % LANES;
   if (NORMS_HEADS) {
     float squares = 0.0f;
@@ -734,12 +800,12 @@ __device__ __forceinline__ void norm_and_rotate(float* v, const T* weight, const
 #pragma unroll
     for (int e = 0; e < VEC; e++) v[e] = rounded(v[e] * rstd * (weight ? to_float(weight[part * VEC + e]) : 1.0f));
   }
-  if (model->frequencies) {  // pairs are the two halves of a head
+  if (rotation) {  // pairs are the two halves of a head
 #pragma unroll
     for (int e = 0; e < VEC; e++) {
       const float other = __shfl_xor_sync(ALL_LANES, v[e], LANES / 2);
-      const float angle = position * model->frequencies[(part * VEC + e) % (HEAD_SIZE / 2)];
-      v[e] = rounded(v[e] * cosf(angle) + (part < LANES / 2 ? -other : other) * sinf(angle));
+      const float* pair = rotation + (part * VEC + e) % (HEAD_SIZE / 2);
+      v[e] = rounded(v[e] * pair[0] + (part < LANES / 2 ? -other : other) * pair[HEAD_SIZE / 2]);
     }
   }
 }
@@ -749,6 +815,7 @@ __device__ __forceinline__ Keys load_keys(const Layer* layer, const int* table, 
   const int part = threadIdx.x % LANES;
 #pragma unroll
   for (int u = 0; u < UNROLL; u++, token += WARPS * TOKENS) {
+    out.keys[u] = out.values[u] = uint4{0, 0, 0, 0};
     if (token < end) {
       const i64 slot = (i64)table[token / BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE;
       const i64 offset = (slot * KV_HEADS + kv_head) * HEAD_SIZE + part * VEC;
@@ -763,21 +830,45 @@ __device__ __forceinline__ Keys load_keys(const Layer* layer, const int* table, 
 struct Softmax {
   float maximum[HEADS_PER_UNIT], sum[HEADS_PER_UNIT], acc[HEADS_PER_UNIT][VEC];
 
-  __device__ __forceinline__ void add(const float (&query)[HEADS_PER_UNIT][VEC], const float* key, const float* value, bool is_valid) {
+  // Add COUNT tokens; those from `valid` on are ignored.
+  template <int COUNT>
+  __device__ __forceinline__ void add(const float (&query)[HEADS_PER_UNIT][VEC], const float (&keys)[COUNT][VEC],
+                                      const float (&values)[COUNT][VEC], int valid) {
+    float scores[HEADS_PER_UNIT][COUNT];
+#pragma unroll
+    for (int h = 0; h < HEADS_PER_UNIT; h++)
+#pragma unroll
+      for (int u = 0; u < COUNT; u++) {
+        scores[h][u] = 0.0f;
+#pragma unroll
+        for (int e = 0; e < VEC; e++) scores[h][u] += query[h][e] * keys[u][e];
+      }
+#pragma unroll
+    for (int offset = LANES / 2; offset; offset >>= 1)
+#pragma unroll
+      for (int h = 0; h < HEADS_PER_UNIT; h++)
+#pragma unroll
+        for (int u = 0; u < COUNT; u++) scores[h][u] += __shfl_xor_sync(ALL_LANES, scores[h][u], offset);
 #pragma unroll
     for (int h = 0; h < HEADS_PER_UNIT; h++) {
-      float score = 0.0f;
+      float largest = maximum[h];
 #pragma unroll
-      for (int e = 0; e < VEC; e++) score += query[h][e] * key[e];
-#pragma unroll
-      for (int offset = LANES / 2; offset; offset >>= 1) score += __shfl_xor_sync(ALL_LANES, score, offset);
-      if (!is_valid) continue;
-      score *= rsqrtf((float)HEAD_SIZE) * LOG2_E;
-      const float largest = fmaxf(maximum[h], score), old = exp2f(maximum[h] - largest), weight = exp2f(score - largest);
+      for (int u = 0; u < COUNT; u++) {
+        scores[h][u] *= rsqrtf((float)HEAD_SIZE) * LOG2_E;
+        if (u < valid) largest = fmaxf(largest, scores[h][u]);
+      }
+      const float old = exp2f(maximum[h] - largest);
       maximum[h] = largest;
-      sum[h] = sum[h] * old + weight;
+      sum[h] *= old;
 #pragma unroll
-      for (int e = 0; e < VEC; e++) acc[h][e] = acc[h][e] * old + weight * value[e];
+      for (int e = 0; e < VEC; e++) acc[h][e] *= old;
+#pragma unroll
+      for (int u = 0; u < COUNT; u++) {
+        const float weight = u < valid ? exp2f(scores[h][u] - largest) : 0.0f;
+        sum[h] += weight;
+#pragma unroll
+        for (int e = 0; e < VEC; e++) acc[h][e] += weight * values[u][e];
+      }
     }
   }
 };
@@ -801,23 +892,29 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
     if (!waited) block.wait();  // for qkv
     waited = true;
 
-    const T* qkv = model->qkv + (i64)b * rows_of(QKV);
+    const T* qkv = model->qkv + (i64)b * rows_of(QKV) + part * VEC;
+    const float* rotation = model->frequencies ? block.rotation + b * HEAD_SIZE : nullptr;
+    uint4 queries[HEADS_PER_UNIT];
+#pragma unroll
+    for (int h = 0; h < HEADS_PER_UNIT; h++) queries[h] = load_16(qkv + (first_head + h) * HEAD_SIZE);
+    const uint4 new_key = load_16(qkv + (HEADS + kv_head) * HEAD_SIZE), new_value = load_16(qkv + (HEADS + KV_HEADS + kv_head) * HEAD_SIZE);
     float query[HEADS_PER_UNIT][VEC];
     Softmax softmax;
 #pragma unroll
     for (int h = 0; h < HEADS_PER_UNIT; h++) {
-      unpack(load_16(qkv + (first_head + h) * HEAD_SIZE + part * VEC), query[h]);
-      norm_and_rotate(query[h], layer->query_norm, model, stored);
+      unpack(queries[h], query[h]);
+      norm_and_rotate(query[h], layer->query_norm, rotation);
       softmax.maximum[h] = -1e30f;
       softmax.sum[h] = 0.0f;
 #pragma unroll
       for (int e = 0; e < VEC; e++) softmax.acc[h][e] = 0.0f;
     }
     if (split == 0 && warp == 0) {  // the new token
-      float key[VEC], value[VEC];
-      unpack(load_16(qkv + (HEADS + kv_head) * HEAD_SIZE + part * VEC), key);
-      unpack(load_16(qkv + (HEADS + KV_HEADS + kv_head) * HEAD_SIZE + part * VEC), value);
-      norm_and_rotate(key, layer->key_norm, model, stored);
+      float keys[1][VEC], values[1][VEC];
+      float *key = keys[0], *value = values[0];
+      unpack(new_key, key);
+      unpack(new_value, value);
+      norm_and_rotate(key, layer->key_norm, rotation);
       if (layer->value_mix) {
         const T* embedded = layer->value_embedding + (i64)b * KV_HEADS * HEAD_SIZE + kv_head * HEAD_SIZE + part * VEC;
 #pragma unroll
@@ -830,7 +927,7 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
         *(uint4*)(layer->keys + offset) = pack(key);
         *(uint4*)(layer->values + offset) = pack(value);
       }
-      softmax.add(query, key, value, lane < LANES);
+      softmax.add<1>(query, keys, values, lane < LANES);
     }
     // Lanes of a warp have different tokens but take part in the same shuffles.
     for (int base = begin + warp * TOKENS; base < end; base += UNROLL * WARPS * TOKENS) {
@@ -838,13 +935,13 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
       const int here = token;
       token += UNROLL * WARPS * TOKENS;
       loaded = load_keys(layer, table, kv_head, token, end);
+      float keys[UNROLL][VEC], values[UNROLL][VEC];
 #pragma unroll
       for (int u = 0; u < UNROLL; u++) {
-        float key[VEC], value[VEC];
-        unpack(current.keys[u], key);
-        unpack(current.values[u], value);
-        softmax.add(query, key, value, here + u * WARPS * TOKENS < end);
+        unpack(current.keys[u], keys[u]);
+        unpack(current.values[u], values[u]);
       }
+      softmax.add<UNROLL>(query, keys, values, (end - here + WARPS * TOKENS - 1) / (WARPS * TOKENS));
     }
 
     float* parts = (float*)block.work;
@@ -893,7 +990,7 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
     }
     if (splits > 1) {  // the block that finishes last adds the parts up
       u32* finished = model->counters + 2 + unit % (UNITS * BATCH);
-      if (threadIdx.x == 0) block.scratch[63] = count_release(finished) == (u32)splits - 1 ? 1.0f : 0.0f;
+      if (threadIdx.x == 0) block.scratch[63] = count(finished) == (u32)splits - 1 ? 1.0f : 0.0f;
       __syncthreads();
       if (block.scratch[63] != 0.0f) {
         for (int i = threadIdx.x; i < HEADS_PER_UNIT * HEAD_SIZE; i += THREADS) {
@@ -913,33 +1010,46 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
       __syncthreads();
     }
   }
+  if (!waited) block.wait();  // a block that arrived early would be counted for the barrier before
   block.arrive();
 }
 
+// The argmax of a warp, the first of equal values; whether any is NaN.
+__device__ __forceinline__ void argmax(float& best, int& token, int& is_nan) {
+#pragma unroll
+  for (int offset = 16; offset; offset >>= 1) {
+    const float value = __shfl_xor_sync(ALL_LANES, best, offset);
+    const int index = __shfl_xor_sync(ALL_LANES, token, offset);
+    is_nan |= __shfl_xor_sync(ALL_LANES, is_nan, offset);
+    if (value > best || (value == best && index < token)) best = value, token = index;
+  }
+}
+
 // The argmax of each sequence, -1 if its logits are not finite, and the inputs of the next step.
-__device__ __forceinline__ void next_token(Block& block, const Result& result, int* tokens, int* starts, const int* counts) {
+__device__ __forceinline__ void next_token(Block& block, const Largest& largest, int* tokens, int* starts, const int* counts) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Model* model = block.model;
   float* values = (float*)block.work;
-  int* indices = (int*)(values + WARPS * 32);
+  int* indices = (int*)(values + THREADS);
   __syncthreads();  // the input is not needed any more
-  values[threadIdx.x] = result.best;
-  indices[threadIdx.x] = result.token;
+  values[threadIdx.x] = largest.value;
+  indices[threadIdx.x] = largest.token;
   __syncthreads();
-  for (int b = threadIdx.x; b < BATCH; b += THREADS) {
-    Result best = {-1e38f, 0x7fffffff};
-    bool is_nan = false;
-    for (int w = 0; w < WARPS; w++)
-      for (int output = 0; output < GROUP_ROWS; output++) {
-        const int i = w * 32 + output * BATCH + b;
-        is_nan |= values[i] != values[i];
-        if (values[i] > best.best || (values[i] == best.best && indices[i] < best.token)) best = Result{values[i], indices[i]};
-      }
-    model->max_logits[b * BLOCKS + blockIdx.x] = is_nan ? __uint_as_float(0x7fffffffu) : best.best;
-    model->max_tokens[b * BLOCKS + blockIdx.x] = best.token;
+  for (int b = warp; b < BATCH; b += WARPS) {
+    float best = -1e38f;
+    int token = 0x7fffffff, is_nan = 0;
+    for (int index = lane * BATCH + b; index < THREADS; index += 32 * BATCH) {  // threads with results of the sequence
+      is_nan |= values[index] != values[index];
+      if (values[index] > best || (values[index] == best && indices[index] < token)) best = values[index], token = indices[index];
+    }
+    argmax(best, token, is_nan);
+    if (lane == 0) {
+      model->max_logits[b * BLOCKS + blockIdx.x] = is_nan ? __uint_as_float(0x7fffffffu) : best;
+      model->max_tokens[b * BLOCKS + blockIdx.x] = token;
+    }
   }
   __syncthreads();
-  if (threadIdx.x == 0) block.scratch[62] = count_release(model->counters + 1) == BLOCKS - 1 ? 1.0f : 0.0f;
+  if (threadIdx.x == 0) block.scratch[62] = count(model->counters + 1) == BLOCKS - 1 ? 1.0f : 0.0f;
   __syncthreads();
   if (block.scratch[62] == 0.0f) return;
   for (int b = warp; b < BATCH; b += WARPS) {
@@ -951,13 +1061,7 @@ __device__ __forceinline__ void next_token(Block& block, const Result& result, i
       is_nan |= value != value;
       if (value > best || (value == best && index < token)) best = value, token = index;
     }
-#pragma unroll
-    for (int offset = 16; offset; offset >>= 1) {
-      const float value = __shfl_xor_sync(ALL_LANES, best, offset);
-      const int index = __shfl_xor_sync(ALL_LANES, token, offset);
-      is_nan |= __shfl_xor_sync(ALL_LANES, is_nan, offset);
-      if (value > best || (value == best && index < token)) best = value, token = index;
-    }
+    argmax(best, token, is_nan);
     if (lane == 0) {
       const bool is_finite = !is_nan && fabsf(best) < 1e38f;
       tokens[b] = token == 0x7fffffff ? 0 : token;
@@ -976,32 +1080,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Model* model = (const Model*)memory;
   const Layer* layers = (const Layer*)(memory + sizeof(Model));
   char* work = memory + TABLE_BYTES;
-  float* sums = (float*)(work + WORK_BYTES);
-  float* scratch = (float*)(work + WORK_BYTES + SUMS_BYTES);
-  Block block = {model, layers, work, sums, scratch, 0, 0};
+  float* results = (float*)(work + WORK_BYTES);
+  float* rotation = (float*)(work + WORK_BYTES + 2 * RESULT_BYTES);
+  float* scratch = rotation + ROTATION_BYTES / 4;
+  // from memory: the compiler would load a constant into a register again for every use
+  if (threadIdx.x < 2) ((u32*)scratch)[threadIdx.x] = threadIdx.x ? 0x00f000f0u : 0x000f000fu;
+  __syncthreads();
+  const volatile u32* nibbles = (u32*)scratch;
+  Block block = {model, layers, work, results, rotation, scratch, 0, 0, 0, {nibbles[0], nibbles[1]}};
+  __syncthreads();
   Stream stream;
   stream.layers = layers;
   stream.model = model;
-  stream.ring = (char*)scratch + SCRATCH_BYTES + threadIdx.x / 32 * (SLOTS * SLOT_BYTES);
+  stream.slots = (char*)scratch + SCRATCH_BYTES + threadIdx.x / 32 * (SLOTS * SLOT_BYTES);
   stream.kind = QKV;
-  stream.layer = stream.chunk = stream.write = stream.read = 0;
-  stream.group = threadIdx.x / 32 * BLOCKS + blockIdx.x;
+  stream.layer = stream.write = stream.read = 0;
+  stream.group = blockIdx.x;
   stream.done = false;
-  stream.start_group(stream.group);
+  stream.start_group();
   for (int i = 0; i < SLOTS; i++) stream.load();
+  if (model->frequencies) {
+    constexpr int PAIRS = HEAD_SIZE / 2;
+    for (int i = threadIdx.x; i < BATCH * PAIRS; i += THREADS) {
+      const float angle = starts[i / PAIRS] * model->frequencies[i % PAIRS];
+      rotation[i / PAIRS * HEAD_SIZE + i % PAIRS] = cosf(angle);
+      rotation[i / PAIRS * HEAD_SIZE + PAIRS + i % PAIRS] = sinf(angle);
+    }
+  }
 
-  Result result = {-1e38f, 0x7fffffff};
+  Largest largest = {-1e38f, 0x7fffffff};
   for (int i = 0; i < LAYERS; i++) {
     const Layer* layer = layers + i;
     const bool embeds = i == 0 && model->token_embedding;
-    Matrix<QKV>::run(block, stream, layer, model->x, layer->norm_weight[0], layer->norm_bias[0], result, embeds ? tokens : nullptr, starts);
+    Matrix<QKV>::run(block, stream, layer, model->x, layer->norm_weight[0], layer->norm_bias[0], largest, embeds ? tokens : nullptr, starts);
     attend(block, layer, tables, table_stride, starts, counts);
-    Matrix<OUT>::run(block, stream, layer, model->attended, nullptr, nullptr, result, nullptr, starts);
-    Matrix<FC>::run(block, stream, layer, model->x, layer->norm_weight[1], layer->norm_bias[1], result, nullptr, starts);
-    Matrix<DOWN>::run(block, stream, layer, model->hidden, nullptr, nullptr, result, nullptr, starts);
+    Matrix<OUT>::run(block, stream, layer, model->attended, nullptr, nullptr, largest, nullptr, starts);
+    Matrix<FC>::run(block, stream, layer, model->x, layer->norm_weight[1], layer->norm_bias[1], largest, nullptr, starts);
+    Matrix<DOWN>::run(block, stream, layer, model->hidden, nullptr, nullptr, largest, nullptr, starts);
   }
-  const Operands operands = Matrix<HEAD>::load_operands(block, layers, threadIdx.x / 32 * BLOCKS + blockIdx.x);
+  const Operands operands = Matrix<HEAD>::load_operands(block, layers, blockIdx.x);
   load_input<HEAD>(block, model->x, model->norm_weight, model->norm_bias, nullptr, nullptr, starts);
-  Matrix<HEAD>::multiply(block, stream, layers, operands, result);
-  next_token(block, result, tokens, starts, counts);
+  Matrix<HEAD>::multiply(block, stream, layers, operands, largest);
+  next_token(block, largest, tokens, starts, counts);
 }

@@ -22,7 +22,7 @@ from whimbrel.precision import QuantizedWeight
 __all__ = ["MAX_BATCH", "CudaDecoder", "GpuLimits", "unsupported_reason"]
 
 SOURCE = Path(__file__).with_suffix(".cu")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 FORMATS = {"int8": 1, "fp8": 2, "int4": 3}
 NORMS = {"layer": 1, "rms": 2}
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
@@ -30,8 +30,10 @@ MODULES = (GPT, nn.Embedding, nn.Linear, Block, Attention, MLP, Norm)
 MATRICES = ("qkv", "out", "fc", "down", "head")
 MAX_BATCH = 8
 """The largest batch that the kernel decodes."""
-GROUP_ROWS, WARPS = 2, 16
-"""Rows that a warp multiplies at a time, and warps per block."""
+WARPS = 8
+"""Warps of a block."""
+MAX_SLOTS = 32
+"""Chunks of 1 KB that a warp loads ahead, if shared memory suffices."""
 MIN_SPLIT_TOKENS = 256
 """Attention over more tokens is split between blocks."""
 
@@ -89,6 +91,7 @@ class CudaDecoder:
         frequencies = rope_frequencies(config, device).contiguous() if config.position == "rope" else None
         blocks = self._limits.blocks
         counters = torch.zeros(2 + batch_size * heads, dtype=torch.int32, device=device)
+        self._parts = torch.empty(blocks * 8 * head_size, device=device)  # parts of attention: up to 8 heads per block
         norm = cast(Norm, parts["ln_f"])
         tensors = [
             *_codes_and_scales(model.lm_head.weight),
@@ -105,8 +108,8 @@ class CudaDecoder:
             allocate(config.intermediate_size),
             self._logits,
             self._argmax,
-            torch.empty(max(1, blocks) * 8 * head_size, device=device),  # parts of attention: a block has up to 8 heads
-            torch.empty(max(1, blocks) * 8 * 2, device=device),
+            self._parts,
+            torch.empty(blocks * 8 * 2, device=device),
             allocate(blocks, torch.float32),
             allocate(blocks, torch.int32),
             counters,
@@ -161,7 +164,6 @@ def _definitions(model: GPT, pool: BlockPool, batch_size: int, limits: GpuLimits
         weight = linear.weight
         is_quantized = isinstance(weight, QuantizedWeight)
         formats[f"{name.upper()}_FORMAT"] = FORMATS[weight.format.codes] if is_quantized else 0
-        formats[f"{name.upper()}_GROUP"] = weight.format.group_size or 1 if is_quantized else 1
     return formats | {
         "DTYPE": DTYPES[pool.dtype],
         "BATCH": batch_size,
@@ -183,7 +185,7 @@ def _definitions(model: GPT, pool: BlockPool, batch_size: int, limits: GpuLimits
         "MIN_SPLIT_TOKENS": MIN_SPLIT_TOKENS,
         "BLOCKS": limits.blocks,
         "WARPS": WARPS,
-        "GROUP_ROWS": GROUP_ROWS,
+        "MAX_SLOTS": MAX_SLOTS,
         "SHARED_BYTES": limits.shared_bytes,
     }
 
@@ -201,8 +203,10 @@ def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
         return "the GPU has no asynchronous copies (compute capability 8.0)"
     if torch.version.hip is not None:
         return "needs an NVIDIA GPU"
-    if pool.codec is not None or pool.dtype not in DTYPES:
+    if pool.codec is not None:
         return "quantized KV caches are not supported"
+    if pool.dtype not in DTYPES:
+        return f"expected bf16 or fp16, got {pool.dtype}"
     if lanes not in (2, 4, 8, 16, 32):
         return f"a head size of {config.head_dim} is not supported"
     for name, module in model.named_modules():
@@ -229,6 +233,8 @@ def _unsupported_parameter(parameter: Tensor, dtype: torch.dtype) -> str | None:
             return f"{weight_format.name} is not supported"
         if parameter.transposed:
             return "a transposed quantized weight is not supported"
+        if weight_format.codes == "int4" and (weight_format.group_size != 128 or parameter.size(1) % 256):
+            return "expected groups of 128 columns and a multiple of 256 columns"
         codes, scales = parameter.codes, parameter.scales
     elif type(parameter) not in (Tensor, nn.Parameter):
         return f"{type(parameter).__name__} is not supported"
