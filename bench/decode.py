@@ -4,7 +4,8 @@
     python bench/decode.py --device cuda --model llama2-7b --batch 1 --new 128 [--weights int4 --no-transformers]
     python bench/decode.py --device cpu --model demo --rounds 20 --clock cpu
 
-Ours is `LLM.generate`, eager (CUDA graphs on a GPU), compiled, or with the kernels for single sequences; theirs has a
+Ours is `LLM.generate` as it is (on a GPU with CUDA graphs, and for up to eight sequences with one kernel per step), or
+compiled without that kernel; theirs has a
 dynamic cache, or a static cache with a compiled step. All get the same prompts of random tokens, the time includes
 prefill, and contenders are interleaved.
 `--clock cpu` measures the CPU time of the process, for machines that are shared with other work.
@@ -29,6 +30,7 @@ import whimbrel.hf
 from record import record
 from timing import init_model, now
 from whimbrel.inference import LLM, SamplingParams
+from whimbrel.inference.cuda_decoder import BATCH_SIZES
 from whimbrel.models import GPTConfig, preset
 from whimbrel.precision import quantize_
 from whimbrel.train import load_run_config
@@ -157,8 +159,8 @@ def main() -> None:
         results["limit_tokens_per_second"] = bandwidth / sum(p.nbytes for p in model.parameters())
     for batch in args.batch or [1]:
         variants: dict[str, dict[str, Any]] = {"whimbrel": {}, "whimbrel compiled": {"compile": True}}
-        if device.type == "cuda" and batch == 1:
-            variants["whimbrel kernels"] = {"gpu_kernels": True}
+        if device.type == "cuda" and batch in BATCH_SIZES:
+            variants["whimbrel compiled"]["gpu_kernels"] = False
         contenders = {
             name: ours(model, batch, args.prompt, args.new, **options)
             for name, options in variants.items()

@@ -122,7 +122,7 @@ constexpr int ATTENTION_BYTES = WARPS * (HEAD_SIZE + 2) * 4;
 constexpr int WORK_BYTES = (larger(larger(INPUT_BYTES, ATTENTION_BYTES), THREADS * 8) + 15) / 16 * 16;
 constexpr int RESULT_BYTES = WARPS * THREADS * 4;      // of a round
 constexpr int ROTATION_BYTES = BATCH * HEAD_SIZE * 4;  // cosine and sine of each pair of a head
-constexpr int SCRATCH_BYTES = 64 * 4 * 2;
+constexpr int SCRATCH_BYTES = (2 * WARPS * BATCH + 16) * 4;  // reductions, scales of the input, flags
 constexpr int RING_BYTES = SHARED_BYTES - TABLE_BYTES - WORK_BYTES - 2 * RESULT_BYTES - ROTATION_BYTES - SCRATCH_BYTES;
 constexpr int SLOTS_THAT_FIT = RING_BYTES / WARPS / SLOT_BYTES;
 constexpr int SLOTS = SLOTS_THAT_FIT > MAX_SLOTS ? MAX_SLOTS : SLOTS_THAT_FIT;
@@ -303,6 +303,16 @@ __device__ __forceinline__ uint4 pack_halves(const float* in) {
   return uint4{words[0], words[1], words[2], words[3]};
 }
 
+// a * x + b * y, rounded.
+__device__ __forceinline__ uint4 combine(const uint4& x, const uint4& y, float a, float b) {
+  float first[VEC], second[VEC];
+  unpack(x, first);
+  unpack(y, second);
+#pragma unroll
+  for (int e = 0; e < VEC; e++) first[e] = a * first[e] + b * second[e];
+  return pack(first);
+}
+
 // The nearest float8_e4m3fn; |value| <= 448.
 __device__ __forceinline__ float round_to_fp8(float value) {
   u32 bits = __float_as_uint(value);
@@ -331,28 +341,36 @@ struct Block {
   float* results;  // of the warps, for two rounds
   const float* rotation;  // cosines of the pairs of a head, then sines, per sequence
   float* scratch;
+  float* input_scales;
+  float* flag;
   int scratch_half, round;
   u32 barriers;    // passed so far
   u32 nibbles[2];  // masks of `decode`
 
-  __device__ __forceinline__ float reduce(float v, bool is_max) {
+  // The sum or the largest value over all threads, for each sequence.
+  __device__ __forceinline__ void reduce(float (&v)[BATCH], bool is_max) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float* out = scratch + scratch_half * 64;
+    float* out = scratch + scratch_half * (WARPS * BATCH);
     scratch_half ^= 1;
 #pragma unroll
-    for (int offset = 16; offset; offset >>= 1) {
-      float other = __shfl_xor_sync(ALL_LANES, v, offset);
-      v = is_max ? fmaxf(v, other) : v + other;
-    }
-    if (lane == 0) out[warp] = v;
-    __syncthreads();
-    v = out[lane % WARPS];
+    for (int b = 0; b < BATCH; b++) {
 #pragma unroll
-    for (int offset = WARPS / 2; offset; offset >>= 1) {
-      float other = __shfl_xor_sync(ALL_LANES, v, offset);
-      v = is_max ? fmaxf(v, other) : v + other;
+      for (int offset = 16; offset; offset >>= 1) {
+        const float other = __shfl_xor_sync(ALL_LANES, v[b], offset);
+        v[b] = is_max ? fmaxf(v[b], other) : v[b] + other;
+      }
+      if (lane == 0) out[b * WARPS + warp] = v[b];
     }
-    return v;
+    __syncthreads();
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      v[b] = out[b * WARPS + lane % WARPS];
+#pragma unroll
+      for (int offset = WARPS / 2; offset; offset >>= 1) {
+        const float other = __shfl_xor_sync(ALL_LANES, v[b], offset);
+        v[b] = is_max ? fmaxf(v[b], other) : v[b] + other;
+      }
+    }
   }
 
   // Everything that this block wrote is visible to the blocks that pass the next `wait`.
@@ -473,100 +491,122 @@ __device__ __forceinline__ void load_input(
     }
   }
   block.wait();
-#pragma unroll
-  for (int b = 0; b < BATCH; b++) {
-    float values[VECTORS][VEC];
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      const int column = (thread + i * THREADS) * VEC;
-#pragma unroll
-      for (int e = 0; e < VEC; e++) values[i][e] = 0.0f;
-      if (column >= COLUMNS) continue;
-      if (KIND == QKV && tokens) {
-        unpack(load_16(block.model->token_embedding + (i64)tokens[b] * WIDTH + column), values[i]);
-        if (block.model->position_embedding) {
-          float position[VEC];
-          unpack(load_16(block.model->position_embedding + (i64)max(starts[b], 0) * WIDTH + column), position);
-#pragma unroll
-          for (int e = 0; e < VEC; e++) values[i][e] = rounded(values[i][e] + position[e]);
-        }
-        if (blockIdx.x == 0) *(uint4*)(block.model->x + b * WIDTH + column) = pack(values[i]);
-      } else {
-        unpack(load_16(given + (i64)b * COLUMNS + column), values[i]);
-      }
-      if (KIND == QKV && skip) {
-        float first[VEC];
-        unpack(load_16(block.model->x0 + (i64)b * COLUMNS + column), first);
-#pragma unroll
-        for (int e = 0; e < VEC; e++) values[i][e] = rounded(to_float(skip[0]) * values[i][e] + to_float(skip[1]) * first[e]);
-      }
+  // All sequences at once, if their values fit into registers; otherwise they are loaded again for each pass.
+  constexpr bool FITS = BATCH * VECTORS <= 16;
+  uint4 loaded[FITS ? BATCH : 1][FITS ? VECTORS : 1];
+  const auto load = [&](int b, int i) -> uint4 {
+    const int column = (thread + i * THREADS) * VEC;
+    if (column >= COLUMNS) return uint4{0, 0, 0, 0};
+    uint4 out;
+    if (KIND == QKV && tokens) {
+      out = load_16(block.model->token_embedding + (i64)tokens[b] * WIDTH + column);
+      if (block.model->position_embedding)
+        out = combine(out, load_16(block.model->position_embedding + (i64)max(starts[b], 0) * WIDTH + column), 1.0f, 1.0f);
+      if (blockIdx.x == 0) *(uint4*)(block.model->x + b * WIDTH + column) = out;
+    } else {
+      out = load_16(given + (i64)b * COLUMNS + column);
     }
-    float mean = 0.0f, rstd = 1.0f;
-    if (NORM_OF == LAYER_NORM) {
-      float sum = 0.0f;
+    if (KIND == QKV && skip)
+      out = combine(out, load_16(block.model->x0 + (i64)b * COLUMNS + column), to_float(skip[0]), to_float(skip[1]));
+    return out;
+  };
+  if (FITS) {
 #pragma unroll
-      for (int i = 0; i < VECTORS; i++)
+    for (int b = 0; b < BATCH; b++)
 #pragma unroll
-        for (int e = 0; e < VEC; e++) sum += values[i][e];
-      mean = block.reduce(sum, false) / COLUMNS;
-    }
-    if (NORM_OF != NO_NORM) {
-      float squares = 0.0f;
+      for (int i = 0; i < VECTORS; i++) loaded[FITS ? b : 0][FITS ? i : 0] = load(b, i);
+  }
+  const auto values_of = [&](int b, int i, float* out) { unpack(FITS ? loaded[FITS ? b : 0][FITS ? i : 0] : load(b, i), out); };
+  float mean[BATCH] = {}, rstd[BATCH], factor[BATCH];
+  if (NORM_OF == LAYER_NORM) {
 #pragma unroll
-      for (int i = 0; i < VECTORS; i++)
+    for (int b = 0; b < BATCH; b++)
+#pragma unroll
+      for (int i = 0; i < VECTORS; i++) {
+        float values[VEC];
+        values_of(b, i, values);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) mean[b] += values[e];
+      }
+    block.reduce(mean, false);
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) mean[b] /= COLUMNS;
+  }
+  if (NORM_OF != NO_NORM) {
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      rstd[b] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < VECTORS; i++) {
+        float values[VEC];
+        values_of(b, i, values);
 #pragma unroll
         for (int e = 0; e < VEC; e++) {
-          const float centered = (thread + i * THREADS) * VEC < COLUMNS ? values[i][e] - mean : 0.0f;
-          squares += centered * centered;
+          const float centered = (thread + i * THREADS) * VEC < COLUMNS ? values[e] - mean[b] : 0.0f;
+          rstd[b] += centered * centered;
         }
-      rstd = 1.0f / sqrtf(block.reduce(squares, false) / COLUMNS + EPS);
-    }
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      if ((thread + i * THREADS) * VEC >= COLUMNS) continue;
-      float weight[VEC], bias[VEC];
-      if (NORM_OF != NO_NORM && norm_weight) unpack(weights[i], weight);
-      if (NORM_OF != NO_NORM && norm_bias) unpack(biases[i], bias);
-#pragma unroll
-      for (int e = 0; e < VEC; e++) {
-        float value = values[i][e];
-        if (NORM_OF != NO_NORM) {
-          value = (value - mean) * rstd;
-          if (norm_weight) value *= weight[e];
-          if (norm_bias) value += bias[e];
-          value = rounded(value);
-        }
-        values[i][e] = value;
-        largest = fmaxf(largest, fabsf(value));
       }
     }
-    if (FORMAT != DENSE) {
-      largest = block.reduce(largest, true);
-      float factor, inverse;
+    block.reduce(rstd, false);
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) rstd[b] = 1.0f / sqrtf(rstd[b] / COLUMNS + EPS);
+  }
+  const auto normalized = [&](int b, int i, float* out) {
+    values_of(b, i, out);
+    if (NORM_OF == NO_NORM || (thread + i * THREADS) * VEC >= COLUMNS) return;
+    float weight[VEC], bias[VEC];
+    if (norm_weight) unpack(weights[i], weight);
+    if (norm_bias) unpack(biases[i], bias);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) {
+      out[e] = (out[e] - mean[b]) * rstd[b];
+      if (norm_weight) out[e] *= weight[e];
+      if (norm_bias) out[e] += bias[e];
+      out[e] = rounded(out[e]);
+    }
+  };
+  if (FORMAT != DENSE) {
+    float largest[BATCH] = {};
+#pragma unroll
+    for (int b = 0; b < BATCH; b++)
+#pragma unroll
+      for (int i = 0; i < VECTORS; i++) {
+        float values[VEC];
+        normalized(b, i, values);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) largest[b] = fmaxf(largest[b], fabsf(values[e]));
+      }
+    block.reduce(largest, true);
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      float inverse;
       if (FORMAT == FP8) {
-        inverse = fmaxf(largest / 448.0f, 1.1754943508222875e-38f);
-        factor = 1.0f / inverse;
+        inverse = fmaxf(largest[b] / 448.0f, 1.1754943508222875e-38f);
+        factor[b] = 1.0f / inverse;
       } else {  // a power of 2, so that the largest value in fp16 is between 2^14 and 2^15
-        const int exponent = min(max(268 - (int)(__float_as_uint(largest) >> 23), 1), 253);
-        factor = __uint_as_float((u32)exponent << 23);
+        const int exponent = min(max(268 - (int)(__float_as_uint(largest[b]) >> 23), 1), 253);
+        factor[b] = __uint_as_float((u32)exponent << 23);
         inverse = __uint_as_float((u32)(254 - exponent) << 23);
       }
-      if (thread == 0) block.scratch[48 + b] = inverse;  // for `finish`, after barriers
-#pragma unroll
-      for (int i = 0; i < VECTORS; i++)
-#pragma unroll
-        for (int e = 0; e < VEC; e++) {
-          values[i][e] *= factor;
-          if (FORMAT == FP8) values[i][e] = round_to_fp8(fminf(fmaxf(values[i][e], -448.0f), 448.0f));
-        }
+      if (thread == 0) block.input_scales[b] = inverse;  // for `finish`, after barriers
     }
+  }
+#pragma unroll
+  for (int b = 0; b < BATCH; b++)
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
       const int column = (thread + i * THREADS) * VEC;
       if (column >= PADDED) continue;
+      float v[VEC];
+      normalized(b, i, v);
+      if (FORMAT != DENSE) {
+#pragma unroll
+        for (int e = 0; e < VEC; e++) {
+          v[e] *= factor[b];
+          if (FORMAT == FP8) v[e] = round_to_fp8(fminf(fmaxf(v[e], -448.0f), 448.0f));
+        }
+      }
       T* out = input + b * INPUT_STRIDE + column;
-      const float* v = values[i];
       if (FORMAT == DENSE) {  // 32 columns are two products; a lane reads its pairs of both
         const uint4 packed = pack(v);
         u32* pairs = (u32*)(out - column % 32) + column % 32 / 8;
@@ -576,7 +616,6 @@ __device__ __forceinline__ void load_input(
         *(uint4*)out = pack_halves(FORMAT == INT4 ? in_pairs : v);
       }
     }
-  }
   __syncthreads();
 }
 
@@ -659,7 +698,7 @@ struct Matrix {
       sum += results[warp * THREADS + threadIdx.x];
       if (IS_GATED) up += results[warp * THREADS + threadIdx.x + 8 * BATCH];
     }
-    const float input_scale = FORMAT == DENSE ? 1.0f : block.scratch[48 + b];
+    const float input_scale = FORMAT == DENSE ? 1.0f : block.input_scales[b];
     constexpr bool HAS_ROW_SCALES = FORMAT == INT8 || FORMAT == FP8;
     float value = sum * ((HAS_ROW_SCALES ? to_float(operands.scale[0]) : 1.0f) * input_scale) + to_float(operands.bias[0]);
     up = up * ((HAS_ROW_SCALES ? to_float(operands.scale[1]) : 1.0f) * input_scale) + to_float(operands.bias[1]);
@@ -990,9 +1029,9 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
     }
     if (splits > 1) {  // the block that finishes last adds the parts up
       u32* finished = model->counters + 2 + unit % (UNITS * BATCH);
-      if (threadIdx.x == 0) block.scratch[63] = count(finished) == (u32)splits - 1 ? 1.0f : 0.0f;
+      if (threadIdx.x == 0) *block.flag = count(finished) == (u32)splits - 1 ? 1.0f : 0.0f;
       __syncthreads();
-      if (block.scratch[63] != 0.0f) {
+      if (*block.flag != 0.0f) {
         for (int i = threadIdx.x; i < HEADS_PER_UNIT * HEAD_SIZE; i += THREADS) {
           const int index = b * HEADS + first_head + i / HEAD_SIZE, d = i % HEAD_SIZE;
           float largest = -1e30f, total = 0.0f, denominator = 0.0f;
@@ -1049,9 +1088,9 @@ __device__ __forceinline__ void next_token(Block& block, const Largest& largest,
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) block.scratch[62] = count(model->counters + 1) == BLOCKS - 1 ? 1.0f : 0.0f;
+  if (threadIdx.x == 0) *block.flag = count(model->counters + 1) == BLOCKS - 1 ? 1.0f : 0.0f;
   __syncthreads();
-  if (block.scratch[62] == 0.0f) return;
+  if (*block.flag == 0.0f) return;
   for (int b = warp; b < BATCH; b += WARPS) {
     float best = -1e38f;
     int token = 0x7fffffff, is_nan = 0;
@@ -1087,7 +1126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < 2) ((u32*)scratch)[threadIdx.x] = threadIdx.x ? 0x00f000f0u : 0x000f000fu;
   __syncthreads();
   const volatile u32* nibbles = (u32*)scratch;
-  Block block = {model, layers, work, results, rotation, scratch, 0, 0, 0, {nibbles[0], nibbles[1]}};
+  Block block = {model, layers, work, results, rotation, scratch, scratch + 2 * WARPS * BATCH, scratch + 2 * WARPS * BATCH + 8,
+                 0, 0, 0, {nibbles[0], nibbles[1]}};
   __syncthreads();
   Stream stream;
   stream.layers = layers;

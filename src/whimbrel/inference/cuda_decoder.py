@@ -6,6 +6,7 @@ launches many kernels that each wait for the one before, and dequantizes low-bit
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -13,13 +14,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from whimbrel.base.errors import ConfigError
 from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.models import GPT
 from whimbrel.models.gpt import embed
 from whimbrel.models.layers import MLP, Attention, Block, Norm, rope_frequencies
 from whimbrel.precision import QuantizedWeight
 
-__all__ = ["MAX_BATCH", "CudaDecoder", "GpuLimits", "unsupported_reason"]
+__all__ = ["BATCH_SIZES", "CudaDecoder", "GpuLimits", "create_cuda_decoder", "unsupported_reason"]
 
 SOURCE = Path(__file__).with_suffix(".cu")
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
@@ -28,14 +30,16 @@ NORMS = {"layer": 1, "rms": 2}
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 MODULES = (GPT, nn.Embedding, nn.Linear, Block, Attention, MLP, Norm)
 MATRICES = ("qkv", "out", "fc", "down", "head")
-MAX_BATCH = 8
-"""The largest batch that the kernel decodes."""
+BATCH_SIZES = (1, 2, 4, 8)
+"""Numbers of sequences that the kernel can be compiled for."""
 WARPS = 8
 """Warps of a block."""
 MAX_SLOTS = 32
 """Chunks of 1 KB that a warp loads ahead, if shared memory suffices."""
 MIN_SPLIT_TOKENS = 256
 """Attention over more tokens is split between blocks."""
+
+logger = logging.getLogger(__name__)
 
 Launch = Callable[..., None]
 """Launches a compiled kernel: `launch(blocks, threads, *arguments)`."""
@@ -153,6 +157,17 @@ class CudaDecoder:
         arguments = self._pointers, tokens, tables, tables.stride(0), starts, counts
         self._launch(self._limits.blocks, WARPS * 32, *arguments)
         return self._logits, self._argmax
+
+
+def create_cuda_decoder(model: GPT, pool: BlockPool, batch_size: int) -> CudaDecoder | None:
+    """A decoder for this batch size; None where it does not apply, or cannot be compiled."""
+    if pool.device.type != "cuda" or batch_size not in BATCH_SIZES or unsupported_reason(model, pool) is not None:
+        return None
+    try:
+        return CudaDecoder(model, pool, batch_size)
+    except ConfigError as error:  # no NVRTC, or a model that needs too much shared memory
+        logger.warning("Decoding with PyTorch, which is slower: cannot compile the CUDA decoder: %s", error)
+        return None
 
 
 def _definitions(model: GPT, pool: BlockPool, batch_size: int, limits: GpuLimits) -> dict[str, object]:

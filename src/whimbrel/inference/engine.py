@@ -15,7 +15,6 @@ from torch import Tensor
 from whimbrel.base.errors import ConfigError, RequestError
 from whimbrel.cache.buffer import KV_CODECS
 from whimbrel.inference.adapters import AdapterSelection, with_adapters
-from whimbrel.inference.cuda_decoder import unsupported_reason
 from whimbrel.inference.model_runner import (
     NON_FINITE,
     NOT_SAMPLED,
@@ -65,9 +64,10 @@ class EngineConfig:
     cpu_kernels: bool = True
     """On a CPU, decode with C++ code, which is compiled once per machine. PyTorch is used without a compiler, and where
     that code does not apply: adapters, fp8 weights, quantized KV caches."""
-    gpu_kernels: bool = False
-    """On a GPU, decode single sequences with Triton kernels for dense, int8, int4 and fp8 weights (experimental). Needs
-    `cuda_graphs`, and a model without adapters and quantized KV cache."""
+    gpu_kernels: bool = True
+    """On a GPU, decode batches of 1, 2, 4 and 8 with a single CUDA kernel per step, which is compiled in seconds. PyTorch
+    is used for other batches, without `cuda_graphs`, and where that kernel does not apply: fp32, adapters, quantized KV
+    caches."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch", "prefill_chunk", "multi_step"):
@@ -117,10 +117,6 @@ class Engine:
         """Maximum length of a sequence, prompt included: the model's context, or the pool if that is smaller."""
         self._graphs: DecodeGraphs | None = None
         uses_cuda_graphs = self.config.cuda_graphs and self.pool.device.type == "cuda"
-        if self.config.gpu_kernels:
-            reason = unsupported_reason(model, self.pool) if uses_cuda_graphs else "needs a GPU and cuda_graphs"
-            if reason is not None:
-                raise ConfigError(f"gpu_kernels: {reason}")
         if self.config.compile or uses_cuda_graphs:
             self._graphs = DecodeGraphs(
                 model,

@@ -17,7 +17,7 @@ from torch import Tensor
 from whimbrel.inference.adapters import AdapterSelection
 from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.cpu_decoder import CpuDecoder, create_decoder
-from whimbrel.inference.cuda_decoder import CudaDecoder
+from whimbrel.inference.cuda_decoder import CudaDecoder, create_cuda_decoder
 from whimbrel.inference.paged_cache import BlockPool, ContiguousCache, PagedBatch
 from whimbrel.inference.sampling import Sampler, SamplingParams
 from whimbrel.models import GPT, KVCache
@@ -232,6 +232,8 @@ class RecordedStep:
     counts: Tensor
     replay: Callable[[], tuple[Tensor, Tensor]]
     """Runs the step on the tensors above: the logits, and the argmax of each row, -1 where they are not finite."""
+    decoder: CudaDecoder | None = None
+    """Owns the buffers of the step."""
     guards_checked: bool = False
     """Whether compiled code has evaluated its guards on these tensors, so that the next calls can skip them."""
 
@@ -265,7 +267,7 @@ class DecodeGraphs:
         self, model: GPT, pool: BlockPool, *, max_batch: int, compile_step: bool, gpu_kernels: bool = False
     ) -> None:
         self.model, self._pool = model, pool
-        self._decoder = CudaDecoder(model, pool) if gpu_kernels else None
+        self._gpu_kernels = gpu_kernels
         self._max_blocks = -(-model.config.context_length // pool.block_size)
         self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
         self._compiled = compile_step
@@ -377,7 +379,8 @@ class DecodeGraphs:
         inputs = tokens, tables, starts, counts  # all zeros is padding, which is written to block 0
         if self._compiled:
             self._mark_dynamic(*inputs)
-        step = self._step if self._decoder is None or batch_size > 1 else self._decoder.step
+        decoder = create_cuda_decoder(self.model, self._pool, batch_size) if self._gpu_kernels else None
+        step = self._step if decoder is None else decoder.step
         if device.type != "cuda":
             return RecordedStep(*inputs, replay=lambda: step(*inputs))
         side_stream = torch.cuda.Stream(device)  # warm-up before capture must run on a side stream
@@ -395,7 +398,7 @@ class DecodeGraphs:
             graph.replay()
             return outputs
 
-        return RecordedStep(*inputs, replay=replay)
+        return RecordedStep(*inputs, replay=replay, decoder=decoder)
 
     def _mark_dynamic(self, tokens: Tensor, tables: Tensor, starts: Tensor, counts: Tensor) -> None:
         """Compile once for all block-table widths, and on a CPU for all batches of two sequences or more."""

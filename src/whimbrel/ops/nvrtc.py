@@ -90,7 +90,7 @@ def _compile(nvrtc: Any, source: str, options: tuple[str, ...]) -> bytes:
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"NVRTC cannot compile a kernel:\n{log.value.decode()}")
+        raise ConfigError(f"NVRTC cannot compile a kernel: {log.value.decode().strip()}")
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     cubin = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetCUBIN(program, cubin)
