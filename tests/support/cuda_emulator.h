@@ -140,7 +140,7 @@ static void fiber_main() {
 }
 
 // Stacks are kept for later launches. The lowest page of each is a guard against overflow.
-inline char* stack_of(size_t index) {
+static char* stack_of(size_t index) {
     static std::vector<char*> stacks;
     while (stacks.size() <= index) {
         void* p = mmap(nullptr, stack_bytes + guard_bytes, PROT_READ | PROT_WRITE,

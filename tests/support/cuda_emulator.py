@@ -27,19 +27,8 @@ def compile_for_cpu(directory: Path, source: str) -> Launch:
     """A function that runs the kernel, for `CudaDecoder`."""
     path, library = directory / "kernel.cpp", directory / "kernel.so"
     path.write_text(f'#include "{HEADER}"\n{source}\n{ENTRY}', encoding="utf-8")
-    command = [
-        find_compiler() or "c++",
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-fPIC",
-        "-shared",
-        "-fno-gnu-unique",
-        "-Wl,-Bsymbolic",
-        "-o",
-        str(library),
-        str(path),
-    ]
+    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared"]
+    command = [find_compiler() or "c++", *flags, "-o", str(library), str(path)]
     subprocess.run(command, check=True)
     kernel = ctypes.CDLL(str(library)).launch
 

@@ -343,7 +343,7 @@ def test_a_cache_that_others_can_write_is_not_used(
     """As if another user owned the directory."""
     opened: list[str] = []
     load = ctypes.CDLL
-    monkeypatch.setattr(cpu_decoder, "_is_private", lambda _: False)
+    monkeypatch.setattr(cpu_decoder, "is_private", lambda _: False)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: opened.append(path) or load(path))
     model = random_model("gpt2")
     with caplog.at_level(logging.WARNING):
