@@ -43,7 +43,7 @@ constexpr int VEC = 8;          // elements of 16 bytes
 constexpr int GROUP_ROWS = 16;  // rows of a product
 constexpr int LOADS = 2;        // of 16 bytes per lane and row of a chunk: 64 bytes of each row
 constexpr int GROUP = HEADS / KV_HEADS;
-constexpr int HEADS_PER_UNIT = GROUP % 4 == 0 ? 4 : GROUP % 3 == 0 ? 3 : GROUP % 2 == 0 ? 2 : 1;  // query heads that one block attends with
+constexpr int HEADS_PER_UNIT = GROUP % 2 == 0 ? 2 : 1;  // query heads that one block attends with
 constexpr int UNITS = HEADS / HEADS_PER_UNIT;
 constexpr int MAX_SPLITS = BLOCKS / (UNITS * BATCH) < 1 ? 1 : (BLOCKS / (UNITS * BATCH) > 32 ? 32 : BLOCKS / (UNITS * BATCH));
 
@@ -819,7 +819,7 @@ struct Matrix {
 // Attention: a warp reads 16 bytes of the keys of a few tokens at a time, so a token has LANES lanes.
 constexpr int LANES = HEAD_SIZE / VEC;
 constexpr int TOKENS = 32 / LANES;
-constexpr int UNROLL = HEADS_PER_UNIT > 2 ? 2 : 4;
+constexpr int UNROLL = 4;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Keys {

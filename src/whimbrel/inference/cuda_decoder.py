@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class GpuLimits(NamedTuple):
     @classmethod
     def of(cls, device: torch.device) -> GpuLimits:
         """The limits of a device."""
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)
         return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
@@ -97,7 +97,7 @@ class CudaDecoder:
         counters = torch.zeros(2 + batch_size * heads, dtype=torch.int32, device=device)
         self._parts = torch.empty(blocks * 8 * head_size, device=device)  # parts of attention: up to 8 heads per block
         norm = cast(Norm, parts["ln_f"])
-        tensors = [
+        tensors: list[Tensor | None] = [
             *_codes_and_scales(model.lm_head.weight),
             model.lm_head.bias,
             norm.weight,
@@ -125,7 +125,7 @@ class CudaDecoder:
             index = config.value_embedding_of(layer)
             codes, scales = zip(*(_codes_and_scales(linear.weight) for linear in linears), strict=True)
             norms = block.ln_1, block.ln_2
-            layer_tensors = [
+            layer_tensors: list[Tensor | None] = [
                 *codes,
                 *scales,
                 *(linear.bias for linear in linears),
@@ -177,8 +177,7 @@ def _definitions(model: GPT, pool: BlockPool, batch_size: int, limits: GpuLimits
     formats: dict[str, object] = {}
     for name, linear in zip(MATRICES, matrices, strict=True):
         weight = linear.weight
-        is_quantized = isinstance(weight, QuantizedWeight)
-        formats[f"{name.upper()}_FORMAT"] = FORMATS[weight.format.codes] if is_quantized else 0
+        formats[f"{name.upper()}_FORMAT"] = FORMATS[weight.format.codes] if isinstance(weight, QuantizedWeight) else 0
     return formats | {
         "DTYPE": DTYPES[pool.dtype],
         "BATCH": batch_size,
