@@ -94,16 +94,14 @@ class CudaDecoder:
         self._argmax = allocate(1, torch.int32)
         frequencies = rope_frequencies(config, device).contiguous() if config.position == "rope" else None
         blocks = self._limits.blocks
-        counters = torch.zeros(2 + batch_size * heads, dtype=torch.int32, device=device)
-        self._parts = torch.empty(blocks * 8 * head_size, device=device)  # parts of attention: up to 8 heads per block
         norm = cast(Norm, parts["ln_f"])
         tensors: list[Tensor | None] = [
             *_codes_and_scales(model.lm_head.weight),
             model.lm_head.bias,
             norm.weight,
             norm.bias,
-            parts["wte"].weight if self._embeds else None,
-            parts["wpe"].weight if "wpe" in parts else None,
+            model.token_embedding.weight if self._embeds else None,
+            cast(nn.Embedding, parts["wpe"]).weight if "wpe" in parts else None,
             frequencies,
             self._x,
             self._x0,
@@ -112,11 +110,11 @@ class CudaDecoder:
             allocate(config.intermediate_size),
             self._logits,
             self._argmax,
-            self._parts,
+            torch.empty(blocks * 8 * head_size, device=device),  # parts of attention: up to 8 heads per block
             torch.empty(blocks * 8 * 2, device=device),
             allocate(blocks, torch.float32),
             allocate(blocks, torch.int32),
-            counters,
+            torch.zeros(2 + batch_size * heads, dtype=torch.int32, device=device),  # counters
         ]
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         for layer, block in enumerate(model.blocks):
