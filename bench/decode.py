@@ -5,9 +5,8 @@
     python bench/decode.py --device cpu --model demo --rounds 20 --clock cpu
 
 Ours is `LLM.generate` as it is (on a GPU with CUDA graphs, and for up to eight sequences with one kernel per step), or
-compiled without that kernel; theirs has a
-dynamic cache, or a static cache with a compiled step. All get the same prompts of random tokens, the time includes
-prefill, and contenders are interleaved.
+compiled without that kernel; theirs has a dynamic cache, or a static cache with a compiled step. All get the same
+prompts of random tokens, the time includes prefill, and contenders are interleaved.
 `--clock cpu` measures the CPU time of the process, for machines that are shared with other work.
 """
 
