@@ -55,7 +55,7 @@ def step_seconds(model: GPT, batch: int, context: int) -> float:
     with torch.cuda.graph(graph):
         for _ in range(STEPS):
             decoder.step(tokens, tables, starts, counts)
-    times = []
+    times: list[float] = []
     for _ in range(ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -90,9 +90,8 @@ def main() -> None:
             results[f"{weights}, batch {batch}"] = {
                 "us": seconds * 1e6, "bytes": nbytes, "share": share, "tokens_per_second": batch / seconds
             }  # fmt: skip
-            print(
-                f"{weights}, batch {batch}: {seconds * 1e6:.1f} us, share {share or 0:.3f}, {batch / seconds:,.0f} tok/s"
-            )
+            rate = f"{batch / seconds:,.0f} tokens/s"
+            print(f"{weights}, batch {batch}: {seconds * 1e6:.1f} us, share {share or 0:.3f}, {rate}", flush=True)
             record("decode_step", results, args.out)
 
 
