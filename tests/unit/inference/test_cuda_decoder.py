@@ -216,21 +216,25 @@ def test_changed_parameters_are_seen_and_the_first_of_equal_tokens_is_chosen(tar
         assert argmax.tolist() == state.tokens[0].tolist() == [min(best, *equal)]
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("case", ["sequence", "nan", "inf"])
 @torch.inference_mode()
-def test_logits_that_are_not_finite_have_no_argmax(target: Target, value: str) -> None:
+def test_logits_that_are_not_finite_have_no_argmax(target: Target, case: str) -> None:
     """Only of the sequence that has them; the tokens stay valid, since the next step looks them up."""
     model = random_model("llama", target.device, FP16)
     state = start(model, STARTS[:2])
     decoder = target.decoder(model, state.pool, 2)
-    model.token_embedding.weight[1] = float(value)  # the first sequence; inf becomes NaN in the norm
+    if case == "sequence":
+        model.token_embedding.weight[state.tokens[0]] = float("nan")
+    elif case == "nan":
+        model.lm_head.weight[40] = float("nan")  # one logit
+    else:
+        model.lm_head.weight[:, 0] = float("inf")  # of either sign
     logits, argmax = decoder.step(state.tokens, state.tables, state.starts, state.counts)
-    assert not logits[0].isfinite().any()
-    assert logits[1].isfinite().all()
-    assert argmax.tolist() == [-1, int(logits[1].argmax())]
-    assert 0 <= int(state.tokens[0]) < model.config.vocab_size
-    model.lm_head.weight[:, 0] = float("inf")  # infinite logits of both signs
-    assert decoder.step(state.tokens, state.tables, state.starts, state.counts)[1].tolist() == [-1, -1]
+    finite = case == "sequence"
+    assert logits[1].isfinite().all() == finite
+    assert not logits[0].isfinite().all()
+    assert argmax.tolist() == [-1, int(logits[1].argmax()) if finite else -1]
+    assert all(0 <= token < model.config.vocab_size for token in state.tokens.flatten().tolist())
 
 
 def test_models_that_it_cannot_run() -> None:
