@@ -129,13 +129,15 @@ def main() -> None:
             rows = []
             for seed, config in zip(args.seeds, variants, strict=True):
                 rows.append({"seed": seed} | run_seed(config, test if args.test else None, args.test_tokens))
+                results["variants"][name]["runs"] = rows
+                record("recipe_loss", results, args.out)  # an interrupted benchmark keeps what it has
                 print(name, rows[-1], flush=True)
             means = {
                 f"mean_{loss}": statistics.mean(row[loss] for row in rows)
                 for loss in LOSSES
                 if all(loss in row for row in rows)
             }
-            results["variants"][name] |= {"runs": rows, **means}
+            results["variants"][name] |= means
             print(name, means, flush=True)
             record("recipe_loss", results, args.out)
 

@@ -89,8 +89,10 @@ struct Layer {
   const T* skip;
   const T* value_mix;
   const T* value_embedding;  // of the tokens (batch, kv heads * head size)
-  T* keys;
-  T* values;
+  char* keys;
+  char* values;
+  char* key_scales;
+  char* value_scales;
   i64 window;  // 0: none
 };
 struct Model {
@@ -162,6 +164,16 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ uint2 load_8(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_4(const void* p) {
+  u32 v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ float load_float(const float* p) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
@@ -211,6 +223,8 @@ __device__ __forceinline__ unsigned short float_to_half(float f) {
 static void count_release(u32* p) { atomicAdd(p, 1u); }
 static u32 count(u32* p) { return atomicAdd(p, 1u); }
 static uint4 load_16(const void* p) { return *(const uint4*)p; }
+static uint2 load_8(const void* p) { return *(const uint2*)p; }
+static u32 load_4(const void* p) { return *(const u32*)p; }
 static float load_float(const float* p) { return *p; }
 static u32 byte_permute(u32 a, u32 b, u32 selector) {
   unsigned long long both = (unsigned long long)b << 32 | a;
@@ -619,37 +633,40 @@ __device__ __forceinline__ void load_input(
   __syncthreads();
 }
 
-// 16 bytes of quantized weights as pairs of halves.
+// Four bytes of quantized weights as pairs of halves.
+template <int FORMAT>
+__device__ __forceinline__ void decode_word(u32 word, u32* pairs, const u32* nibbles) {
+  if (FORMAT == INT8) {  // in the mantissa of 1024, with an offset of 128
+    word ^= 0x80808080u;
+    pairs[0] = add_halves(byte_permute(word, 0x64646464u, 0x4140u), 0xe480e480u);
+    pairs[1] = add_halves(byte_permute(word, 0x64646464u, 0x4342u), 0xe480e480u);
+  }
+  if (FORMAT == FP8) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[half]) : "h"((unsigned short)(word >> 16 * half)));
+#else  // e4m3 as halves that are smaller by 2^8
+      const u32 spread = byte_permute(word, 0u, half ? 0x3424u : 0x1404u);
+      pairs[half] = fma_halves((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), 0x5c005c00u, 0u);
+#endif
+    }
+  }
+  if (FORMAT == INT4) {  // codes 0 and 4, 1 and 5, 2 and 6, 3 and 7; 1024 + code, or 1024 + 16 * code
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      pairs[2 * half] = add_halves((word >> 8 * half & nibbles[0]) | 0x64006400u, 0xe408e408u);
+      pairs[2 * half + 1] = fma_halves((word >> 8 * half & nibbles[1]) | 0x64006400u, 0x2c002c00u, 0xd480d480u);
+    }
+  }
+}
+
 template <int FORMAT>
 __device__ __forceinline__ void decode(const uint4& loaded, u32 (&pairs)[weights_per_load(FORMAT) / 2], const u32 (&nibbles)[2]) {
   const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+  constexpr int PAIRS = weights_per_load(FORMAT) / 8;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (FORMAT == INT8) {  // in the mantissa of 1024, with an offset of 128
-      const u32 word = words[i] ^ 0x80808080u;
-      pairs[2 * i] = add_halves(byte_permute(word, 0x64646464u, 0x4140u), 0xe480e480u);
-      pairs[2 * i + 1] = add_halves(byte_permute(word, 0x64646464u, 0x4342u), 0xe480e480u);
-    }
-    if (FORMAT == FP8) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[2 * i + half]) : "h"((unsigned short)(words[i] >> 16 * half)));
-#else  // e4m3 as halves that are smaller by 2^8
-        const u32 spread = byte_permute(words[i], 0u, half ? 0x3424u : 0x1404u);
-        pairs[2 * i + half] = fma_halves((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), 0x5c005c00u, 0u);
-#endif
-      }
-    }
-    if (FORMAT == INT4) {  // codes 0 and 4, 1 and 5, 2 and 6, 3 and 7; 1024 + code, or 1024 + 16 * code
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 word = words[i] >> 8 * half;
-        pairs[4 * i + 2 * half] = add_halves((word & nibbles[0]) | 0x64006400u, 0xe408e408u);
-        pairs[4 * i + 2 * half + 1] = fma_halves((word & nibbles[1]) | 0x64006400u, 0x2c002c00u, 0xd480d480u);
-      }
-    }
-  }
+  for (int i = 0; i < 4; i++) decode_word<FORMAT>(words[i], pairs + PAIRS * i, nibbles);
 }
 
 // What a thread needs to finish its result: scales, biases (of the gate and the other if gated), and the residual. They
@@ -822,8 +839,149 @@ constexpr int TOKENS = 32 / LANES;
 constexpr int UNROLL = 4;
 constexpr float LOG2_E = 1.4426950408889634f;
 
+// VEC numbers of a key or value as the KV cache has them; see the codecs of `cache/buffer.py`.
+struct Stored {
+#if KV_CODES == DENSE
+  uint4 bits;
+#elif KV_CODES == INT4
+  u32 bits, group;  // group: codes of minimum and step
+  unsigned short base, minimum_unit, step_unit;
+#else
+  uint2 bits;
+  unsigned short scale;
+#endif
+};
+constexpr int SCALE_GROUP = HEAD_SIZE < 64 ? HEAD_SIZE : 64;
+constexpr int CODE_BYTES = KV_CODES == DENSE ? HEAD_SIZE * 2 : KV_CODES == INT4 ? HEAD_SIZE / 2 : HEAD_SIZE;
+constexpr int SCALE_BYTES = KV_CODES == INT4 ? HEAD_SIZE / 8 * 2 + 6 : HEAD_SIZE / SCALE_GROUP * 2;
+
+// `index` counts tokens and heads.
+__device__ __forceinline__ Stored load_stored(const char* codes, const char* scales, i64 index) {
+  const int part = threadIdx.x % LANES;
+  Stored out;
+  codes += index * CODE_BYTES + part * (CODE_BYTES / LANES);
+  scales += index * SCALE_BYTES;
+#if KV_CODES == DENSE
+  out.bits = load_16(codes);
+#elif KV_CODES == INT4
+  const unsigned short* shared = (const unsigned short*)(scales + 2 * LANES);
+  out.bits = load_4(codes);
+  out.group = (unsigned char)scales[part] | (u32)(unsigned char)scales[LANES + part] << 8;
+  out.base = shared[0], out.minimum_unit = shared[1], out.step_unit = shared[2];
+#else
+  out.bits = load_8(codes);
+  out.scale = *(const unsigned short*)(scales + part * VEC / SCALE_GROUP * 2);
+#endif
+  return out;
+}
+
+__device__ __forceinline__ void read_stored(const Stored& stored, float* out) {
+#if KV_CODES == DENSE
+  unpack(stored.bits, out);
+#elif KV_CODES == INT4
+  const float minimum = bf16_to_float(stored.base) + (stored.group & 255) * bf16_to_float(stored.minimum_unit);
+  const float step = (stored.group >> 8) * bf16_to_float(stored.step_unit);
+#pragma unroll
+  for (int e = 0; e < VEC; e++) out[e] = minimum + (stored.bits >> 4 * e & 15) * step;
+#else
+  u32 pairs[4];
+  decode_word<KV_CODES>(stored.bits.x, pairs, nullptr);
+  decode_word<KV_CODES>(stored.bits.y, pairs + 2, nullptr);
+  const float scale = bf16_to_float(stored.scale);
+#pragma unroll
+  for (int e = 0; e < VEC; e++) out[e] = scale * half_to_float((unsigned short)(pairs[e / 2] >> e % 2 * 16));
+#endif
+}
+
+__device__ __forceinline__ unsigned short float_to_bf16(float value) {
+  const u32 bits = __float_as_uint(value);
+  return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The largest of `v` over the lanes of a group or a head.
+__device__ __forceinline__ float lanes_max(float v, int lanes) {
+#pragma unroll
+  for (int offset = 1; offset < LANES; offset <<= 1) {
+    const float other = __shfl_xor_sync(ALL_LANES, v, offset);
+    if (offset < lanes) v = fmaxf(v, other);
+  }
+  return v;
+}
+
+// Encode the part of a head that a lane has, and replace it by the values that will be read.
+__device__ __forceinline__ Stored encode(float* v) {
+  Stored out;
+#if KV_CODES == DENSE
+  out.bits = pack(v);
+#elif KV_CODES == INT4  // `AffineCodec`: minima are rounded down and steps up, so that nothing is clipped
+  float low = v[0], high = v[0];
+#pragma unroll
+  for (int e = 1; e < VEC; e++) low = fminf(low, v[e]), high = fmaxf(high, v[e]);
+  const float margin = 1.0f + BF16_MARGIN;
+  float base = -lanes_max(-low, LANES);
+  out.base = float_to_bf16(base - fabsf(base) * BF16_MARGIN);
+  base = bf16_to_float(out.base);
+  out.minimum_unit = float_to_bf16(lanes_max(low - base, LANES) * margin / 255.0f);
+  const float minimum_unit = bf16_to_float(out.minimum_unit);
+  const float minimum = fminf(fmaxf(floorf((low - base) / (minimum_unit == 0.0f ? 1.0f : minimum_unit)), 0.0f), 255.0f);
+  const float range = fmaxf(high - (base + minimum * minimum_unit), 0.0f) / 15.0f;
+  out.step_unit = float_to_bf16(lanes_max(range, LANES) * margin / 255.0f);
+  const float step_unit = bf16_to_float(out.step_unit);
+  const float step = fminf(fmaxf(ceilf(range / (step_unit == 0.0f ? 1.0f : step_unit)), 0.0f), 255.0f);
+  out.group = (u32)minimum | (u32)step << 8;
+  const float start = base + minimum * minimum_unit, size = step * step_unit;
+  out.bits = 0;
+#pragma unroll
+  for (int e = 0; e < VEC; e++)
+    out.bits |= (u32)fminf(fmaxf(rintf((v[e] - start) / (size == 0.0f ? 1.0f : size)), 0.0f), 15.0f) << 4 * e;
+#else
+  float largest = 0.0f;
+#pragma unroll
+  for (int e = 0; e < VEC; e++) largest = fmaxf(largest, fabsf(v[e]));
+  largest = lanes_max(largest, SCALE_GROUP / VEC);
+  out.scale = float_to_bf16(largest / (KV_CODES == INT8 ? 127.0f : 448.0f));
+  const float scale = bf16_to_float(out.scale);
+  u32 words[2] = {0, 0};
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+    const float ratio = v[e] / (scale == 0.0f ? 1.0f : scale);
+    u32 code;
+    if (KV_CODES == INT8) {
+      code = (u32)(int)rintf(fminf(fmaxf(ratio, -127.0f), 127.0f)) & 255;
+    } else {
+      const float value = round_to_fp8(fminf(fmaxf(ratio, -448.0f), 448.0f)), size = fabsf(value);
+      const u32 bits = __float_as_uint(size);
+      code = size < 0.015625f ? (u32)(size * 512.0f) : (bits >> 20) - (120 << 3);
+      code |= __float_as_uint(value) >> 24 & 128;
+    }
+    words[e / 4] |= code << e % 4 * 8;
+  }
+  out.bits = uint2{words[0], words[1]};
+#endif
+  read_stored(out, v);
+  return out;
+}
+
+__device__ __forceinline__ void store(const Stored& stored, char* codes, char* scales, i64 index) {
+  const int part = threadIdx.x % LANES;
+  codes += index * CODE_BYTES + part * (CODE_BYTES / LANES);
+  scales += index * SCALE_BYTES;
+#if KV_CODES == DENSE
+  *(uint4*)codes = stored.bits;
+#elif KV_CODES == INT4
+  unsigned short* shared = (unsigned short*)(scales + 2 * LANES);
+  *(u32*)codes = stored.bits;
+  scales[part] = (char)stored.group;
+  scales[LANES + part] = (char)(stored.group >> 8);
+  if (part == 0) shared[0] = stored.base, shared[1] = stored.minimum_unit, shared[2] = stored.step_unit;
+#else
+  *(uint2*)codes = stored.bits;
+  if (part * VEC % SCALE_GROUP == 0) *(unsigned short*)(scales + part * VEC / SCALE_GROUP * 2) = stored.scale;
+#endif
+}
+
 struct Keys {
-  uint4 keys[UNROLL], values[UNROLL];
+  Stored keys[UNROLL], values[UNROLL];
 };
 
 // Norm and rotation of the part of a head that a lane has; rounded after each as the model does.
@@ -851,15 +1009,13 @@ __device__ __forceinline__ void norm_and_rotate(float* v, const T* weight, const
 
 __device__ __forceinline__ Keys load_keys(const Layer* layer, const int* table, int kv_head, int token, int end) {
   Keys out;
-  const int part = threadIdx.x % LANES;
 #pragma unroll
   for (int u = 0; u < UNROLL; u++, token += WARPS * TOKENS) {
-    out.keys[u] = out.values[u] = uint4{0, 0, 0, 0};
+    out.keys[u] = out.values[u] = Stored{};
     if (token < end) {
       const i64 slot = (i64)table[token / BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE;
-      const i64 offset = (slot * KV_HEADS + kv_head) * HEAD_SIZE + part * VEC;
-      out.keys[u] = load_16(layer->keys + offset);
-      out.values[u] = load_16(layer->values + offset);
+      out.keys[u] = load_stored(layer->keys, layer->key_scales, slot * KV_HEADS + kv_head);
+      out.values[u] = load_stored(layer->values, layer->value_scales, slot * KV_HEADS + kv_head);
     }
   }
   return out;
@@ -960,11 +1116,11 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
         for (int e = 0; e < VEC; e++)
           value[e] = rounded(to_float(layer->value_mix[0]) * value[e] + to_float(layer->value_mix[1]) * to_float(embedded[e]));
       }
+      const Stored stored_key = encode(key), stored_value = encode(value);
       if (counts[b] > 0 && lane < LANES && first_head % GROUP == 0) {
         const i64 slot = (i64)table[stored / BLOCK_SIZE] * BLOCK_SIZE + stored % BLOCK_SIZE;
-        const i64 offset = (slot * KV_HEADS + kv_head) * HEAD_SIZE + part * VEC;
-        *(uint4*)(layer->keys + offset) = pack(key);
-        *(uint4*)(layer->values + offset) = pack(value);
+        store(stored_key, layer->keys, layer->key_scales, slot * KV_HEADS + kv_head);
+        store(stored_value, layer->values, layer->value_scales, slot * KV_HEADS + kv_head);
       }
       softmax.add<1>(query, keys, values, lane < LANES);
     }
@@ -977,8 +1133,8 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
       float keys[UNROLL][VEC], values[UNROLL][VEC];
 #pragma unroll
       for (int u = 0; u < UNROLL; u++) {
-        unpack(current.keys[u], keys[u]);
-        unpack(current.values[u], values[u]);
+        read_stored(current.keys[u], keys[u]);
+        read_stored(current.values[u], values[u]);
       }
       softmax.add<UNROLL>(query, keys, values, (end - here + WARPS * TOKENS - 1) / (WARPS * TOKENS));
     }

@@ -19,6 +19,7 @@ from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.models import GPT
 from whimbrel.models.gpt import embed
 from whimbrel.models.layers import MLP, Attention, Block, Norm, rope_frequencies
+from whimbrel.ops.lowbit import BF16_MARGIN
 from whimbrel.precision import QuantizedWeight
 
 __all__ = ["BATCH_SIZES", "CudaDecoder", "GpuLimits", "create_cuda_decoder", "unsupported_reason"]
@@ -133,8 +134,7 @@ class CudaDecoder:
                 block.skip,
                 attention.value_mix,
                 None if index is None else self._values[index],
-                cache["keys"],
-                cache["values"],
+                *(cache.get(name) for name in ("keys", "values", "key_scales", "value_scales")),
             ]
             pointers += [0 if tensor is None else tensor.data_ptr() for tensor in layer_tensors]
             pointers.append(config.windows[layer] or 0)
@@ -178,6 +178,8 @@ def _definitions(model: GPT, pool: BlockPool, batch_size: int, limits: GpuLimits
         formats[f"{name.upper()}_FORMAT"] = FORMATS[weight.format.codes] if isinstance(weight, QuantizedWeight) else 0
     return formats | {
         "DTYPE": DTYPES[pool.dtype],
+        "KV_CODES": 0 if pool.codec is None else FORMATS[pool.codec.name],
+        "BF16_MARGIN": f"{BF16_MARGIN!r}f",
         "BATCH": batch_size,
         "LAYERS": config.num_layers,
         "WIDTH": config.embd_size,
@@ -215,10 +217,10 @@ def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
         return "the GPU has no asynchronous copies (compute capability 8.0)"
     if torch.version.hip is not None:
         return "needs an NVIDIA GPU"
-    if pool.codec is not None:
-        return "quantized KV caches are not supported"
     if pool.dtype not in DTYPES:
         return f"expected bf16 or fp16, got {pool.dtype}"
+    if pool.codec is not None and config.head_dim > 64 and config.head_dim % 64:
+        return f"a quantized KV cache with a head size of {config.head_dim} is not supported"
     if lanes not in (2, 4, 8, 16, 32):
         return f"a head size of {config.head_dim} is not supported"
     for name, module in model.named_modules():
