@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -80,7 +81,8 @@ class CudaDecoder:
             compile_kernel = CudaKernel
         definitions = _definitions(model, pool, batch_size, self._limits)
         prelude = "".join(f"#define {name} {value}\n" for name, value in definitions.items())
-        self._launch = compile_kernel(prelude + SOURCE.read_text("utf-8"), "decode_step", self._limits.shared_bytes)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._launch = compile_kernel(prelude + SOURCE.read_text("utf-8"), "decode_step", self._limits.shared_bytes)
 
         def allocate(size: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(batch_size * size, dtype=dtype, device=device)

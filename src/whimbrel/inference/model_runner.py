@@ -17,7 +17,7 @@ from torch import Tensor
 from whimbrel.inference.adapters import AdapterSelection
 from whimbrel.inference.block_manager import BlockTable
 from whimbrel.inference.cpu_decoder import CpuDecoder, create_decoder
-from whimbrel.inference.cuda_decoder import CudaDecoder, create_cuda_decoder
+from whimbrel.inference.cuda_decoder import BATCH_SIZES, CudaDecoder, create_cuda_decoder, unsupported_reason
 from whimbrel.inference.paged_cache import BlockPool, ContiguousCache, PagedBatch
 from whimbrel.inference.sampling import Sampler, SamplingParams
 from whimbrel.models import GPT, KVCache
@@ -269,6 +269,8 @@ class DecodeGraphs:
         self.model, self._pool = model, pool
         self._gpu_kernels = gpu_kernels
         self._max_blocks = -(-model.config.context_length // pool.block_size)
+        if gpu_kernels and pool.device.type == "cuda" and unsupported_reason(model, pool) is None:
+            max_batch = next((size for size in BATCH_SIZES if size >= max_batch), max_batch)
         self._sizes = [1 << power for power in range((max_batch - 1).bit_length())] + [max_batch]
         self._compiled = compile_step
         self._step: Callable[..., tuple[Tensor, Tensor]] = self._decode

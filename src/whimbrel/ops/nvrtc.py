@@ -30,6 +30,7 @@ class CudaKernel:
 
     def __init__(self, source: str, name: str, shared_bytes: int = 0) -> None:
         self._shared_bytes, self._driver = shared_bytes, ctypes.CDLL("libcuda.so.1")
+        self._device = torch.cuda.current_device()
         torch.cuda.current_stream().synchronize()  # creates the context that the module is loaded into
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._check(self._driver.cuModuleLoadData(ctypes.byref(module), _cubin(source)))
@@ -38,17 +39,18 @@ class CudaKernel:
         self._check(self._driver.cuFuncSetAttribute(*attribute))
 
     def __call__(self, blocks: int, threads: int, *arguments: Tensor | int) -> None:
-        """Launch the kernel on the current stream."""
+        """Launch the kernel on the current stream of its device."""
         values = [
             ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else ctypes.c_int32(each)
             for each in arguments
         ]  # fmt: skip
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         shape = blocks, 1, 1, threads, 1, 1
-        self._check(
-            self._driver.cuLaunchKernel(self._function, *shape, self._shared_bytes, stream, pointers, None)
-        )  # fmt: skip
+        with torch.cuda.device(self._device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            self._check(
+                self._driver.cuLaunchKernel(self._function, *shape, self._shared_bytes, stream, pointers, None)
+            )  # fmt: skip
 
     def _check(self, status: int) -> None:
         if status:
