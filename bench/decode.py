@@ -4,8 +4,8 @@
     python bench/decode.py --device cuda --model llama2-7b --batch 1 --new 128 [--weights int4 --no-transformers]
     python bench/decode.py --device cpu --model demo --rounds 20 --clock cpu
 
-Ours is `LLM.generate` as it is (on a GPU with CUDA graphs, and for up to eight sequences with one kernel per step), or
-compiled without that kernel; theirs has a dynamic cache, or a static cache with a compiled step. All get the same
+Ours is `LLM.generate` with its defaults (on a GPU, CUDA graphs, and for up to eight sequences one kernel per step), or
+compiled and without that kernel; theirs has a dynamic cache, or a static cache with a compiled step. All get the same
 prompts of random tokens, the time includes prefill, and contenders are interleaved.
 `--clock cpu` measures the CPU time of the process, for machines that are shared with other work.
 """

@@ -1,10 +1,10 @@
-"""Time of a decode step in the CUDA kernel, and its share of the time that reading its bytes takes at least.
+"""Time of a decode step in the CUDA kernel, and the share of the GPU's read bandwidth that it reaches.
 
     python bench/decode_step.py --model llama2-7b --layers 8 --weights int8 --batch 1 --context 128
     python bench/decode_step.py --layers 4 --context 32768 --kv-cache none int8 fp8 int4
 
-Weights are random. The bytes are those of the weights, without the token embedding, and of the KV cache. Steps run in a
-CUDA graph; `counts` is 0, so that all of them see the same context.
+Weights are random. A step reads the weights, without the token embedding unless it is tied, and the KV cache. Steps run
+in a CUDA graph; `counts` is 0, so that all of them see the same context.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama2-7b", help="a preset")
-    parser.add_argument("--layers", type=int, help="default: those of the preset")
+    parser.add_argument("--layers", type=int, help="default: as many as in the preset")
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=["bf16", "int8", "fp8", "int4"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1], choices=BATCH_SIZES)
     parser.add_argument("--context", type=int, default=128)

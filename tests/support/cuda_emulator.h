@@ -25,7 +25,7 @@
 #define blockIdx (emu::current->block_index)
 #define blockDim (emu::block_size)
 #define gridDim (emu::grid_size)
-// Macros, because some versions of glibc declare functions of these names.
+// Macros, because some versions of glibc declare functions with these names.
 #define rsqrtf(x) (1.0f / sqrtf(x))
 #define __expf(x) expf(x)
 
@@ -44,7 +44,7 @@ extern "C" [[noreturn]] void emu_longjmp(struct __jmp_buf_tag*, int) __asm__("_l
 namespace emu {
 
 constexpr size_t stack_bytes = 64 * 1024, guard_bytes = 4096;
-constexpr size_t overrun_bytes = 256;         // watched bytes after the shared memory of a block
+constexpr size_t overrun_bytes = 256;         // bytes after the shared memory of a block that must not change
 constexpr unsigned idle_round_limit = 100000;  // rounds of polling without progress before giving up
 constexpr unsigned working_operations = 1000;  // see note_operation
 
@@ -59,7 +59,7 @@ struct Block {
 struct Warp {
     Operation operation = op_none;
     unsigned arrived = 0, at_barrier = 0, finished = 0;
-    // Two sets of values: a fast thread may enter the next operation before a slow one has read this.
+    // Two sets of values: a fast thread may enter the next operation before a slow one has read these results.
     unsigned values[2][32], parity = 0;
 };
 struct Copy {
@@ -241,7 +241,7 @@ inline To bits(From from) {
 }
 
 // A copy is performed as late as allowed (when waited for), but its target is filled with 0xFF at
-// once: so a missing wait and a target that is still being read both show as wrong data.
+// once. So a missing wait, and a copy to memory that is still being read, both show as wrong data.
 inline void start_copy(void* target, const void* source, unsigned bytes, unsigned size) {
     char* t = static_cast<char*>(target);
     if (size_t(target) % size) fail("misaligned shared pointer of an asynchronous copy");

@@ -178,7 +178,7 @@ def cache_directory() -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Whether a file exists that nobody else can have written."""
+    """Whether a file exists, and no other user could have written it or replaced it in its directory."""
     return path.exists() and all(
         status.st_uid == os.getuid() and not status.st_mode & 0o022 for status in (path.stat(), path.parent.stat())
     )

@@ -3,7 +3,7 @@
 // Each warp streams its share of all weight matrices, in order, from global memory through a ring of its own in shared
 // memory. The stream does not depend on the activations, so it runs ahead across phases: while blocks wait for each
 // other, normalize the input or attend, the weights of the next matrix arrive. A layer has five phases, separated by
-// barriers of the whole grid:
+// grid-wide barriers:
 //
 //     qkv   norm, projection          -> qkv
 //     attn  norms, rotation, KV cache -> attended
@@ -11,12 +11,12 @@
 //     fc    norm, projection, act     -> hidden
 //     down  projection, residual      -> x
 //
-// A block multiplies 16 rows at a time on tensor cores (m16n8k16; the sequences are the 8 columns), each of its warps a
-// part of the columns of the weight. Quantized weights become fp16 in registers, exactly; since the order of the columns
-// within a product is free, each lane decodes 16 bytes of two rows.
+// A block multiplies 16 rows of a weight at a time on tensor cores (m16n8k16; the sequences are the 8 columns), and
+// each of its warps takes a part of the weight's columns. Quantized weights become fp16 in registers, exactly;
+// since the columns within a product can be in any order, each lane decodes 16 consecutive bytes of two rows.
 //
-// The code before this file defines the shapes of the model (HEADS, WIDTH, ...); see `cuda_decoder.py`. Rounding follows
-// the model: results of norms, projections and activations are rounded to its dtype, sums are in fp32.
+// `cuda_decoder.py` prepends macros with the shapes of the model (HEADS, WIDTH, ...). Rounding follows the model:
+// results of norms, projections and activations are rounded to its dtype, and sums are in fp32.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -39,15 +39,15 @@ typedef unsigned short T;  // bf16 or fp16
 
 #define THREADS (WARPS * 32)
 #define ALL_LANES 0xffffffffu
-constexpr int VEC = 8;          // elements of 16 bytes
-constexpr int GROUP_ROWS = 16;  // rows of a product
+constexpr int VEC = 8;          // elements in 16 bytes
+constexpr int GROUP_ROWS = 16;  // rows of a weight in a product
 constexpr int LOADS = 2;        // of 16 bytes per lane and row of a chunk: 64 bytes of each row
 constexpr int GROUP = HEADS / KV_HEADS;
-constexpr int HEADS_PER_UNIT = GROUP % 2 == 0 ? 2 : 1;  // query heads that one block attends with
+constexpr int HEADS_PER_UNIT = GROUP % 2 == 0 ? 2 : 1;  // query heads that a block handles together
 constexpr int UNITS = HEADS / HEADS_PER_UNIT;
 constexpr int MAX_SPLITS = BLOCKS / (UNITS * BATCH) < 1 ? 1 : (BLOCKS / (UNITS * BATCH) > 32 ? 32 : BLOCKS / (UNITS * BATCH));
 
-// The matrices of a layer in the order of the stream, and the head.
+// The matrices of a layer in the order in which they are streamed, and the head.
 enum Kind { QKV, OUT, FC, DOWN, HEAD };
 
 constexpr int rows_of(int kind) {
@@ -70,14 +70,14 @@ constexpr int groups_of(int kind) { return (rows_of(kind) + GROUP_ROWS - 1) / GR
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 constexpr bool HAS_INT4 = QKV_FORMAT == INT4 || OUT_FORMAT == INT4 || FC_FORMAT == INT4 || DOWN_FORMAT == INT4 || HEAD_FORMAT == INT4;
-constexpr int SLOT_BYTES = 2 * LOADS * 512 + (HAS_INT4 ? 256 : 0);  // int4: two scales of two rows per lane
+constexpr int SLOT_BYTES = 2 * LOADS * 512 + (HAS_INT4 ? 256 : 0);  // int4: two scales of each of two rows per lane
 constexpr int INPUT_COLUMNS = larger(larger(padded_columns_of(QKV), padded_columns_of(OUT)),
                                      larger(larger(padded_columns_of(FC), padded_columns_of(DOWN)), padded_columns_of(HEAD)));
-constexpr int INPUT_STRIDE = (INPUT_COLUMNS + 63) / 64 * 64 + 32;  // sequences start at different banks
-constexpr int ROUND_GROUPS = THREADS / (GROUP_ROWS * BATCH);  // groups after which results are added up, one by each thread
+constexpr int INPUT_STRIDE = (INPUT_COLUMNS + 63) / 64 * 64 + 32;  // so that sequences start in different banks
+constexpr int ROUND_GROUPS = THREADS / (GROUP_ROWS * BATCH);  // groups whose results are summed at once, one per thread
 static_assert(ROUND_GROUPS * GROUP_ROWS * BATCH == THREADS, "a thread per result");
 
-// Pointers, as 64-bit integers; the same order as in `cuda_decoder.py`.
+// The pointers arrive as 64-bit integers, in the order of these members; see `cuda_decoder.py`.
 struct Layer {
   const char* weight[4];
   const char* scales[4];
@@ -88,7 +88,7 @@ struct Layer {
   const T* key_norm;
   const T* skip;
   const T* value_mix;
-  const T* value_embedding;  // of the tokens (batch, kv heads * head size)
+  const T* value_embedding;  // rows of the tokens: (batch, kv heads * head size)
   char* keys;
   char* values;
   char* key_scales;
@@ -112,17 +112,17 @@ struct Model {
   float* logits;
   int* argmax;
   float* partial_outputs;
-  float* partial_sums;   // maximum and sum of each part
+  float* partial_sums;   // maximum and sum of the softmax of each part
   float* max_logits;
   int* max_tokens;
-  u32* counters;         // barrier, finished blocks, finished parts of each unit
+  u32* counters;         // arrivals at barriers, finished blocks, finished parts of each unit
 };
 
 constexpr int TABLE_BYTES = (sizeof(Model) + LAYERS * sizeof(Layer) + 15) / 16 * 16;
 constexpr int INPUT_BYTES = BATCH * INPUT_STRIDE * (int)sizeof(T);
 constexpr int ATTENTION_BYTES = WARPS * (HEAD_SIZE + 2) * 4;
 constexpr int WORK_BYTES = (larger(larger(INPUT_BYTES, ATTENTION_BYTES), THREADS * 8) + 15) / 16 * 16;
-constexpr int RESULT_BYTES = WARPS * THREADS * 4;      // of a round
+constexpr int RESULT_BYTES = WARPS * THREADS * 4;      // results of a round
 constexpr int ROTATION_BYTES = BATCH * HEAD_SIZE * 4;  // cosine and sine of each pair of a head
 constexpr int SCRATCH_BYTES = (2 * WARPS * BATCH + 16) * 4;  // reductions, scales of the input, flags
 constexpr int RING_BYTES = SHARED_BYTES - TABLE_BYTES - WORK_BYTES - 2 * RESULT_BYTES - ROTATION_BYTES - SCRATCH_BYTES;
@@ -150,15 +150,15 @@ __device__ __forceinline__ u32 load_acquire(const u32* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
   return value;
 }
-// Add 1, visible only after everything that the threads of this block wrote before their last barrier.
+// Add 1 (release): whoever sees it also sees what the threads of this block wrote before their last `__syncthreads`.
 __device__ __forceinline__ void count_release(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
-// The same, and the old value; what other blocks wrote before they added is visible afterwards.
+// The same, and return the old value (acquire): what other blocks wrote before they added is visible afterwards.
 __device__ __forceinline__ u32 count(u32* p) {
   u32 old;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(p) : "memory");
   return old;
 }
-// Loads of what other blocks wrote bypass L1.
+// Loads that bypass L1, for what other blocks wrote.
 __device__ __forceinline__ uint4 load_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
@@ -180,7 +180,8 @@ __device__ __forceinline__ float load_float(const float* p) {
   return v;
 }
 __device__ __forceinline__ u32 byte_permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
-// c += a * b, or c = a * b, for a (16, 16) and b (16, 8); see the fragments of m16n8k16 in the PTX manual.
+// c += a * b for a (16, 16) and b (16, 8), or c = a * b with `is_first` (fp16 only). The PTX manual has the layout of
+// the fragments of m16n8k16.
 template <bool IS_HALF>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const u32* a, u32 b0, u32 b1, bool is_first = false) {
   if (IS_HALF && is_first)
@@ -193,7 +194,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const u32* a, u32 b0
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Four matrices of 8 x 8: a lane passes the address of row lane % 8 of matrix lane / 8.
+// Four 8 x 8 matrices: each lane passes the address of row lane % 8 of matrix lane / 8.
 __device__ __forceinline__ void load_matrices(u32 (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(shared_address(row)) : "memory");
@@ -293,7 +294,7 @@ __device__ __forceinline__ T from_float(float value) {
 
 __device__ __forceinline__ float rounded(float value) { return to_float(from_float(value)); }
 
-// 16 bytes as numbers.
+// 16 bytes as fp32 numbers.
 __device__ __forceinline__ void unpack(const uint4& v, float* out) {
   const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -352,7 +353,7 @@ struct Block {
   const Model* model;
   const Layer* layers;
   char* work;      // the input of a matrix, or partial results of attention
-  float* results;  // of the warps, for two rounds
+  float* results;  // of all warps, for two rounds
   const float* rotation;  // cosines of the pairs of a head, then sines, per sequence
   float* scratch;
   float* input_scales;
@@ -361,7 +362,7 @@ struct Block {
   u32 barriers;    // passed so far
   u32 nibbles[2];  // masks of `decode`
 
-  // The sum or the largest value over all threads, for each sequence.
+  // The sum or the maximum over all threads of the block, for each sequence.
   __device__ __forceinline__ void reduce(float (&v)[BATCH], bool is_max) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float* out = scratch + scratch_half * (WARPS * BATCH);
@@ -387,7 +388,7 @@ struct Block {
     }
   }
 
-  // Everything that this block wrote is visible to the blocks that pass the next `wait`.
+  // Arrive at the barrier of the grid: blocks that have passed the next `wait` see everything that this one wrote.
   __device__ __forceinline__ void arrive() {
     __syncthreads();
     if (threadIdx.x == 0) count_release(model->counters);
@@ -403,24 +404,24 @@ struct Block {
   }
 };
 
-// The weights of a warp, in the order in which it needs them: chunks of 128 bytes of 16 rows.
+// The weights that a warp needs, in that order, as chunks: 128 bytes of each of 16 rows.
 struct Stream {
   const Layer* layers;
   const Model* model;
   char* slots;
-  const char* rows[2];    // where this lane continues in rows lane / 4 and lane / 4 + 8 of the group
+  const char* rows[2];    // the next bytes for this lane, in rows lane / 4 and lane / 4 + 8 of the group
   const char* scales[2];  // of these rows
-  int left;               // bytes of a row from there on
+  int left;               // bytes from there to the end of the row
   int kind, layer, group, chunk, write, read;
   bool done;
 
-  // The row of the matrix that is row n of a group. If gated, eight gates and the rows that they multiply.
+  // The row of the matrix that is row n of a group. In a gated MLP, 8 rows of the gate and the same 8 of "up".
   __device__ __forceinline__ static int row_of(int kind, int group, int n) {
     if (GATED && kind == FC) return min(group * 8 + n % 8, HIDDEN - 1) + n / 8 * HIDDEN;
     return min(group * 16 + n, rows_of(kind) - 1);
   }
 
-  // Go to the next group of which this warp has chunks.
+  // Find the next group of which this warp has chunks, starting at the current one.
   __device__ __forceinline__ void start_group() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     chunk = warp;
@@ -446,8 +447,8 @@ struct Stream {
     }
   }
 
-  // Start to copy the next chunk: row by row in the slot, pieces of 16 bytes of the first half of a chunk before the
-  // others. With dense weights, `load_matrices` reads 8 rows at a time, and the pieces are rotated to avoid bank conflicts.
+  // Start to copy the next chunk. Its slot has the first 64 bytes of all 16 rows, then the second. They are swizzled in
+  // pieces of 16 bytes: `load_matrices` (dense weights) reads a piece of 8 rows at a time, without bank conflicts.
   __device__ __forceinline__ void load() {
     if (!done) {
       const int lane = threadIdx.x % 32;
@@ -479,12 +480,13 @@ struct Stream {
     write = write + 1 == SLOTS ? 0 : write + 1;
   }
 
-  // Where piece 0 to 3 of row 0 to 7 is among 512 bytes: a row is 64 bytes, so two rows have 128 bytes, all banks.
+  // The offset of a piece (0 to 3) of a row (0 to 7) in 512 bytes. Two rows, of 64 bytes each, span all banks, so each
+  // pair of rows has its pieces in another order.
   __device__ __forceinline__ static int piece_offset(int row, int piece) { return row * 64 + (piece ^ (row / 2 % 4)) * 16; }
 };
 
-// The input of a matrix in shared memory, normalized; for quantized weights in fp16. `given`: the input before the norm,
-// (batch, columns) in global memory, or for the first matrix the embeddings of `tokens`.
+// Load the input of a matrix into shared memory, normalized, and in fp16 if the weights are quantized. `given` is the
+// input before the norm, (batch, columns) in global memory; with `tokens`, their embeddings are used instead.
 template <int KIND>
 __device__ __forceinline__ void load_input(
     Block& block, const T* given, const T* norm_weight, const T* norm_bias, const T* skip, const int* tokens,
@@ -505,7 +507,7 @@ __device__ __forceinline__ void load_input(
     }
   }
   block.wait();
-  // All sequences at once, if their values fit into registers; otherwise they are loaded again for each pass.
+  // All sequences are loaded once if their values fit into registers; otherwise again in each pass.
   constexpr bool FITS = BATCH * VECTORS <= 16;
   uint4 loaded[FITS ? BATCH : 1][FITS ? VECTORS : 1];
   const auto load = [&](int b, int i) -> uint4 {
@@ -602,7 +604,7 @@ __device__ __forceinline__ void load_input(
         factor[b] = __uint_as_float((u32)exponent << 23);
         inverse = __uint_as_float((u32)(254 - exponent) << 23);
       }
-      if (thread == 0) block.input_scales[b] = inverse;  // for `finish`, after barriers
+      if (thread == 0) block.input_scales[b] = inverse;  // `finish` reads it after a `__syncthreads`
     }
   }
 #pragma unroll
@@ -621,22 +623,22 @@ __device__ __forceinline__ void load_input(
         }
       }
       T* out = input + b * INPUT_STRIDE + column;
-      if (FORMAT == DENSE) {  // 32 columns are two products; a lane reads its pairs of both
+      if (FORMAT == DENSE) {  // 32 columns are two products; the pairs that a lane needs for both are 16 bytes
         const uint4 packed = pack(v);
         u32* pairs = (u32*)(out - column % 32) + column % 32 / 8;
         pairs[0] = packed.x, pairs[4] = packed.y, pairs[8] = packed.z, pairs[12] = packed.w;
       } else {
-        const float in_pairs[VEC] = {v[0], v[4], v[1], v[5], v[2], v[6], v[3], v[7]};  // as `decode` has them
+        const float in_pairs[VEC] = {v[0], v[4], v[1], v[5], v[2], v[6], v[3], v[7]};  // in the order of `decode`
         *(uint4*)out = pack_halves(FORMAT == INT4 ? in_pairs : v);
       }
     }
   __syncthreads();
 }
 
-// Four bytes of quantized weights as pairs of halves.
+// Four bytes of quantized weights as pairs of fp16 numbers ("halves").
 template <int FORMAT>
 __device__ __forceinline__ void decode_word(u32 word, u32* pairs, const u32* nibbles) {
-  if (FORMAT == INT8) {  // in the mantissa of 1024, with an offset of 128
+  if (FORMAT == INT8) {  // put into the mantissa of 1024, with an offset of 128
     word ^= 0x80808080u;
     pairs[0] = add_halves(byte_permute(word, 0x64646464u, 0x4140u), 0xe480e480u);
     pairs[1] = add_halves(byte_permute(word, 0x64646464u, 0x4342u), 0xe480e480u);
@@ -646,7 +648,7 @@ __device__ __forceinline__ void decode_word(u32 word, u32* pairs, const u32* nib
     for (int half = 0; half < 2; half++) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
       asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[half]) : "h"((unsigned short)(word >> 16 * half)));
-#else  // e4m3 as halves that are smaller by 2^8
+#else  // the bits of e4m3 moved into a half are its value / 2^8
       const u32 spread = byte_permute(word, 0u, half ? 0x3424u : 0x1404u);
       pairs[half] = fma_halves((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), 0x5c005c00u, 0u);
 #endif
@@ -669,8 +671,9 @@ __device__ __forceinline__ void decode(const uint4& loaded, u32 (&pairs)[weights
   for (int i = 0; i < 4; i++) decode_word<FORMAT>(words[i], pairs + PAIRS * i, nibbles);
 }
 
-// What a thread needs to finish its result: scales, biases (of the gate and the other if gated), and the residual. They
-// are not converted before they are needed, so that nothing waits for the loads.
+// What a thread needs to finish its result: scales and biases (two of each if gated: of the gate and of "up"), the
+// residual, and `first`, its element of x0. They are converted only when they are used, so that nothing waits for the
+// loads.
 struct Operands {
   T scale[2], bias[2], residual, first;
 };
@@ -685,7 +688,7 @@ struct Matrix {
   static constexpr int ROWS = rows_of(KIND), FORMAT = format_of(KIND), GROUPS = groups_of(KIND);
   static constexpr bool IS_GATED = GATED && KIND == FC;
 
-  // The thread has row `n` of a group, for sequence `b`.
+  // This thread finishes row `n` of a group, for sequence `b`.
   __device__ __forceinline__ static Operands load_operands(const Block& block, const Layer* layer, int first_group) {
     const int group = first_group + threadIdx.x / (GROUP_ROWS * BATCH) * BLOCKS;
     const int n = threadIdx.x / BATCH % GROUP_ROWS, b = threadIdx.x % BATCH;
@@ -737,7 +740,7 @@ struct Matrix {
       model->logits[(i64)b * VOCAB + row] = value;
       if (value != value || largest.value != largest.value)
         largest.value = __uint_as_float(0x7fffffffu);
-      else if (value > largest.value)  // rows come in increasing order, so the first of equal ones is kept
+      else if (value > largest.value)  // rows come in increasing order, so the first of equal values is kept
         largest = Largest{value, row};
     }
   }
@@ -746,7 +749,7 @@ struct Matrix {
     constexpr int W = weights_per_load(FORMAT), PRODUCTS = W / 4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
     const T* input = (const T*)block.work + (lane / 4 < BATCH ? lane / 4 : 0) * INPUT_STRIDE + quad * W;
-    // dense: rows 0 to 7 and 8 to 15 of the first 16 bytes of a product, then of the others
+    // for `load_matrices`: rows 0 to 7 and 8 to 15 of the first 16 bytes of a product, then of the second
     const int matrix_row = Stream::piece_offset(lane % 8, lane / 16) + lane / 8 % 2 * 512;
     const int matrix_row_2 = Stream::piece_offset(lane % 8, lane / 16 + 2) + lane / 8 % 2 * 512;
     const int piece = Stream::piece_offset(lane / 4, quad);
@@ -823,7 +826,7 @@ struct Matrix {
     }
   }
 
-  // A phase. Weights and biases that do not depend on other blocks are loaded before the barrier.
+  // A phase. Operands and the weights of the norm are loaded before the barrier: the phase before does not write them.
   __device__ __forceinline__ static void run(Block& block, Stream& stream, const Layer* layer, const T* input, const T* norm_weight,
                              const T* norm_bias, Largest& largest, const int* tokens, const int* starts) {
     const Operands operands = load_operands(block, layer, blockIdx.x);
@@ -833,18 +836,18 @@ struct Matrix {
   }
 };
 
-// Attention: a warp reads 16 bytes of the keys of a few tokens at a time, so a token has LANES lanes.
+// Attention: each lane has VEC numbers of a head, so LANES lanes share a token and a warp reads TOKENS at a time.
 constexpr int LANES = HEAD_SIZE / VEC;
 constexpr int TOKENS = 32 / LANES;
 constexpr int UNROLL = 4;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// VEC numbers of a key or value as the KV cache has them; see the codecs of `cache/buffer.py`.
+// VEC numbers of a key or value as the KV cache stores them; see `KV_CODECS` in `cache/buffer.py`.
 struct Stored {
 #if KV_CODES == DENSE
   uint4 bits;
 #elif KV_CODES == INT4
-  u32 bits, group;  // group: codes of minimum and step
+  u32 bits, group;  // group: the codes of its minimum and step
   unsigned short base, minimum_unit, step_unit;
 #else
   uint2 bits;
@@ -855,7 +858,7 @@ constexpr int SCALE_GROUP = HEAD_SIZE < 64 ? HEAD_SIZE : 64;
 constexpr int CODE_BYTES = KV_CODES == DENSE ? HEAD_SIZE * 2 : KV_CODES == INT4 ? HEAD_SIZE / 2 : HEAD_SIZE;
 constexpr int SCALE_BYTES = KV_CODES == INT4 ? HEAD_SIZE / 8 * 2 + 6 : HEAD_SIZE / SCALE_GROUP * 2;
 
-// `index` counts tokens and heads.
+// `index` is slot * KV_HEADS + kv head.
 __device__ __forceinline__ Stored load_stored(const char* codes, const char* scales, i64 index) {
   const int part = threadIdx.x % LANES;
   Stored out;
@@ -898,7 +901,7 @@ __device__ __forceinline__ unsigned short float_to_bf16(float value) {
   return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// The largest of `v` over the lanes of a group or a head.
+// The maximum of `v` over `lanes` neighboring lanes: those of a scale group or a head.
 __device__ __forceinline__ float lanes_max(float v, int lanes) {
 #pragma unroll
   for (int offset = 1; offset < LANES; offset <<= 1) {
@@ -908,7 +911,7 @@ __device__ __forceinline__ float lanes_max(float v, int lanes) {
   return v;
 }
 
-// Encode the part of a head that a lane has, and replace it by the values that will be read.
+// Encode a lane's part of a head, and replace it with the values that will be read back.
 __device__ __forceinline__ Stored encode(float* v) {
   Stored out;
 #if KV_CODES == DENSE
@@ -980,11 +983,12 @@ __device__ __forceinline__ void store(const Stored& stored, char* codes, char* s
 #endif
 }
 
+// UNROLL tokens of a lane.
 struct Keys {
   Stored keys[UNROLL], values[UNROLL];
 };
 
-// Norm and rotation of the part of a head that a lane has; rounded after each as the model does.
+// Normalize and rotate a lane's part of a head; as in the model, results are rounded after each.
 __device__ __forceinline__ void norm_and_rotate(float* v, const T* weight, const float* rotation) {
   const int part = threadIdx.x % LANES;
   if (NORMS_HEADS) {
@@ -997,7 +1001,7 @@ __device__ __forceinline__ void norm_and_rotate(float* v, const T* weight, const
 #pragma unroll
     for (int e = 0; e < VEC; e++) v[e] = rounded(v[e] * rstd * (weight ? to_float(weight[part * VEC + e]) : 1.0f));
   }
-  if (rotation) {  // pairs are the two halves of a head
+  if (rotation) {  // an element and the one HEAD_SIZE / 2 further are a pair
 #pragma unroll
     for (int e = 0; e < VEC; e++) {
       const float other = __shfl_xor_sync(ALL_LANES, v[e], LANES / 2);
@@ -1021,7 +1025,7 @@ __device__ __forceinline__ Keys load_keys(const Layer* layer, const int* table, 
   return out;
 }
 
-// Online softmax of HEADS_PER_UNIT query heads over the tokens of a lane.
+// Online softmax of HEADS_PER_UNIT query heads over the tokens that a lane reads.
 struct Softmax {
   float maximum[HEADS_PER_UNIT], sum[HEADS_PER_UNIT], acc[HEADS_PER_UNIT][VEC];
 
@@ -1124,7 +1128,7 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
       }
       softmax.add<1>(query, keys, values, lane < LANES);
     }
-    // Lanes of a warp have different tokens but take part in the same shuffles.
+    // The loop is the same for all lanes of a warp: they read different tokens, but take part in the same shuffles.
     for (int base = begin + warp * TOKENS; base < end; base += UNROLL * WARPS * TOKENS) {
       const Keys current = loaded;
       const int here = token;
@@ -1183,7 +1187,7 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
       }
       __syncthreads();
     }
-    if (splits > 1) {  // the block that finishes last adds the parts up
+    if (splits > 1) {  // the block that finishes last adds up the parts
       u32* finished = model->counters + 2 + unit % (UNITS * BATCH);
       if (threadIdx.x == 0) *block.flag = count(finished) == (u32)splits - 1 ? 1.0f : 0.0f;
       __syncthreads();
@@ -1205,11 +1209,11 @@ __device__ __forceinline__ void attend(Block& block, const Layer* layer, const i
       __syncthreads();
     }
   }
-  if (!waited) block.wait();  // a block that arrived early would be counted for the barrier before
+  if (!waited) block.wait();  // otherwise its arrival would count for the barrier before
   block.arrive();
 }
 
-// The argmax of a warp, the first of equal values; whether any is NaN.
+// The argmax over a warp (the first of equal values), and whether any value is NaN.
 __device__ __forceinline__ void argmax(float& best, int& token, int& is_nan) {
 #pragma unroll
   for (int offset = 16; offset; offset >>= 1) {
@@ -1220,13 +1224,13 @@ __device__ __forceinline__ void argmax(float& best, int& token, int& is_nan) {
   }
 }
 
-// The argmax of each sequence, -1 if its logits are not finite, and the inputs of the next step.
+// Write the argmax of each sequence, -1 if its logits are not finite, and the inputs of the next step.
 __device__ __forceinline__ void next_token(Block& block, const Largest& largest, int* tokens, int* starts, const int* counts) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Model* model = block.model;
   float* values = (float*)block.work;
   int* indices = (int*)(values + THREADS);
-  __syncthreads();  // the input is not needed any more
+  __syncthreads();  // the input is no longer needed
   values[threadIdx.x] = largest.value;
   indices[threadIdx.x] = largest.token;
   __syncthreads();
@@ -1278,7 +1282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float* results = (float*)(work + WORK_BYTES);
   float* rotation = (float*)(work + WORK_BYTES + 2 * RESULT_BYTES);
   float* scratch = rotation + ROTATION_BYTES / 4;
-  // from memory: the compiler would load a constant into a register again for every use
+  // read from memory, since the compiler would load constants into registers again for every use
   if (threadIdx.x < 2) ((u32*)scratch)[threadIdx.x] = threadIdx.x ? 0x00f000f0u : 0x000f000fu;
   __syncthreads();
   const volatile u32* nibbles = (u32*)scratch;

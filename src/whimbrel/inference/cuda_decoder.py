@@ -1,7 +1,7 @@
 """Decoding on a GPU with `cuda_decoder.cu`: the step of one or a few sequences as a single persistent kernel.
 
 Decoding a token reads every weight once, so a step should take as long as reading them. PyTorch takes longer: it
-launches many kernels that each wait for the one before, and dequantizes low-bit weights in kernels of their own.
+launches many kernels, each of which waits for the one before, and dequantizes low-bit weights in separate kernels.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
 MODULES = (GPT, nn.Embedding, nn.Linear, Block, Attention, MLP, Norm)
 MATRICES = ("qkv", "out", "fc", "down", "head")
 BATCH_SIZES = (1, 2, 4, 8)
-"""Numbers of sequences that the kernel can be compiled for."""
+"""Batch sizes that the kernel can be compiled for."""
 WARPS = 8
-"""Warps of a block."""
+"""Warps per block."""
 MAX_SLOTS = 32
-"""Chunks of 1 KB that a warp loads ahead, if shared memory suffices."""
+"""Chunks of 2 KiB that a warp loads ahead, if they fit into shared memory."""
 MIN_SPLIT_TOKENS = 256
-"""Attention over more tokens is split between blocks."""
+"""Attention over more tokens than this is split between blocks."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ Launch = Callable[..., None]
 
 
 class GpuLimits(NamedTuple):
-    """The number of multiprocessors of a GPU, and the bytes of shared memory that a block can have."""
+    """The number of multiprocessors of a GPU, and the bytes of shared memory that a block can use."""
 
     blocks: int
     shared_bytes: int
@@ -61,7 +61,7 @@ class GpuLimits(NamedTuple):
 
 
 class CudaDecoder:
-    """Runs the decode step for one batch size. It reads parameters where they are, so changes in place are seen."""
+    """Runs the decode step for one batch size. It reads parameters in place, so in-place changes take effect."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class CudaDecoder:
             allocate(config.intermediate_size),
             self._logits,
             self._argmax,
-            torch.empty(blocks * 8 * head_size, device=device),  # parts of attention: up to 8 heads per block
+            torch.empty(blocks * 8 * head_size, device=device),  # partial results of attention
             torch.empty(blocks * 8 * 2, device=device),
             allocate(blocks, torch.float32),
             allocate(blocks, torch.int32),
@@ -160,7 +160,7 @@ class CudaDecoder:
 
 
 def create_cuda_decoder(model: GPT, pool: BlockPool, batch_size: int) -> CudaDecoder | None:
-    """A decoder for this batch size; None where it does not apply, or cannot be compiled."""
+    """A decoder for this batch size; None if it does not support the model, or cannot be compiled."""
     if pool.device.type != "cuda" or batch_size not in BATCH_SIZES or unsupported_reason(model, pool) is not None:
         return None
     try:
@@ -216,7 +216,7 @@ def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
     """Why `CudaDecoder` cannot run a model; None if it can."""
     config, lanes = model.config, model.config.head_dim * pool.dtype.itemsize // 16
     if pool.device.type == "cuda" and torch.cuda.get_device_capability(pool.device) < (8, 0):
-        return "the GPU has no asynchronous copies (compute capability 8.0)"
+        return "the GPU has no asynchronous copies: they need compute capability 8.0"
     if torch.version.hip is not None:
         return "needs an NVIDIA GPU"
     if pool.dtype not in DTYPES:
@@ -241,7 +241,7 @@ def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
 
 def _unsupported_parameter(parameter: Tensor, dtype: torch.dtype) -> str | None:
     if parameter.dtype != dtype:
-        return f"expected {dtype}, as the KV cache, got {parameter.dtype}"
+        return f"expected {dtype} as the KV cache, got {parameter.dtype}"
     codes, scales = parameter, None
     if isinstance(parameter, QuantizedWeight):
         weight_format = parameter.format

@@ -65,8 +65,9 @@ class EngineConfig:
     """On a CPU, decode with C++ code, which is compiled once per machine. PyTorch is used without a compiler, and where
     that code does not apply: adapters, fp8 weights, quantized KV caches."""
     gpu_kernels: bool = True
-    """On a GPU, decode batches of 1, 2, 4 and 8 with one CUDA kernel per step, which is compiled once per machine.
-    PyTorch is used for other batches, without `cuda_graphs`, and where that kernel does not apply: fp32, adapters."""
+    """On a GPU, decode batches of up to eight sequences with one CUDA kernel per step, which is compiled once per model
+    and batch size. PyTorch is used for larger batches, without `cuda_graphs`, and where that kernel does not apply:
+    fp32, adapters."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch", "prefill_chunk", "multi_step"):

@@ -39,7 +39,7 @@ class Fp8(NamedTuple):
 
     codes: Tensor
     inverse_scale: Tensor
-    """A 0-d fp32 tensor, on a GPU at a multiple of 16 bytes."""
+    """A 0-d fp32 tensor; on a GPU, its address is a multiple of 16 bytes."""
 
 
 Cast = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -127,7 +127,7 @@ def power_of_two_scales(amax: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor
 
 
 def _unbind_aligned(scales: Tensor) -> tuple[Tensor, ...]:
-    """The elements as 0-d tensors at multiples of 16 bytes, because cuBLASLt does not support scales elsewhere."""
+    """The elements as 0-d tensors whose addresses are multiples of 16 bytes, as cuBLASLt requires for scales."""
     return F.pad(scales[:, None], (0, 3))[:, 0].unbind()
 
 

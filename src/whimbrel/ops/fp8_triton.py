@@ -29,8 +29,9 @@ LOSS_BLOCK, LOSS_WARPS = 2048, 4
 def _encode(x, scale, IS_E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
     """The bytes of fp32 values in fp8: saturated, rounded to nearest; NaN stays NaN.
 
-    `x.to(tl.float8e4nv)` casts pairs, for which ptxas 12.8 (of triton 3.6) generates wrong code in `_store_tile`: it
-    combines two pairs for a store, and then reads the second byte of the first from an uninitialized register.
+    Four values become one 32-bit word. `x.to(tl.float8e4nv)` casts pairs, which ptxas 12.8 (shipped with triton 3.6)
+    miscompiles in `_store_tile`: when it combines two pairs for a store, it reads an uninitialized register as the
+    second byte of the first pair.
     """
     FORMAT: tl.constexpr = "e5m2x2" if IS_E5M2 else "e4m3x2"
     return tl.inline_asm_elementwise(

@@ -20,13 +20,13 @@ __all__ = ["CudaKernel"]
 
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--extra-device-vectorization")
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-"""A function attribute of the CUDA driver."""
+"""The number of a function attribute in the CUDA driver."""
 
 logger = logging.getLogger(__name__)
 
 
 class CudaKernel:
-    """A kernel for the current device. Arguments are tensors, passed as pointers, and 32-bit integers."""
+    """A kernel for the current device. Its arguments are tensors, passed as pointers, and 32-bit integers."""
 
     def __init__(self, source: str, name: str, shared_bytes: int = 0) -> None:
         self._shared_bytes, self._driver = shared_bytes, ctypes.CDLL("libcuda.so.1")
@@ -60,7 +60,7 @@ class CudaKernel:
 
 
 def _cubin(source: str) -> bytes:
-    """The compiled source, from a cache on disk if it was compiled before."""
+    """The compiled source, from the cache on disk if it has been compiled before."""
     nvrtc = _library()
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -102,7 +102,7 @@ def _compile(nvrtc: Any, source: str, options: tuple[str, ...]) -> bytes:
 
 @cache
 def _library() -> Any:
-    """The NVRTC of the CUDA version that torch was built for."""
+    """NVRTC, for the CUDA version that torch was built for."""
     name = f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}"
     packages = Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}")
     for candidate in (name, *packages, Path(torch.__file__).parent / "lib" / name):
