@@ -113,8 +113,8 @@ class CudaDecoder:
             allocate(config.intermediate_size),
             self._logits,
             self._argmax,
-            torch.empty(blocks * 8 * head_size, device=device),  # partial results of attention
-            torch.empty(blocks * 8 * 2, device=device),
+            torch.empty(blocks * 2 * head_size, device=device),  # partial results of attention: two heads per block
+            torch.empty(blocks * 2 * 2, device=device),
             allocate(blocks, torch.float32),
             allocate(blocks, torch.int32),
             torch.zeros(2 + batch_size * heads, dtype=torch.int32, device=device),  # counters

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import logging
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def _cubin(source: str) -> bytes:
         with atomic_file(path) as file:
             file.write(cubin)
         for each in (path, path.parent):
-            each.chmod(0o700)
+            if each.stat().st_uid == os.getuid():
+                each.chmod(0o700)
     except (WriteError, OSError) as error:
         logger.warning("CUDA kernels are compiled again in every process: %s", error)
     return cubin
