@@ -118,7 +118,7 @@ def test_settings_without_effect_raise_an_error(make_run: MakeRun, changes: dict
 
 
 def test_train_tokens_must_be_a_multiple_of_tokens_per_step(make_run: MakeRun) -> None:
-    with pytest.raises(ConfigError, match="98304 and 131072"):
+    with pytest.raises(ConfigError, match="98304 and 114688"):
         load_run_config("gpt2-fast-20m", ["--train.tokens=100000"])
 
 
