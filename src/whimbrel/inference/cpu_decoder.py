@@ -34,7 +34,7 @@ from whimbrel.models.layers import MLP, Attention, Block, Norm, rope_frequencies
 from whimbrel.ops.compiler import find_compiler
 from whimbrel.precision import QuantizedWeight
 
-__all__ = ["CpuDecoder", "create_decoder"]
+__all__ = ["CpuDecoder", "create_decoder", "unsupported_module"]
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
@@ -180,15 +180,22 @@ def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
         return "only unquantized KV caches on a CPU are supported"
     if model.config.value_embeddings:
         return "value_embeddings are not supported"
-    for name, module in model.named_modules():
-        known = isinstance(module, (nn.ModuleDict, nn.ModuleList)) or type(module) in MODULES
-        if not known or _is_overridden(module):
-            return f"{name} is a {type(module).__name__}, or has hooks"
+    if (reason := unsupported_module(model)) is not None:
+        return reason
     for name, parameter in model.named_parameters():
         if (reason := _unsupported_parameter(parameter)) is not None:
             return f"{name}: {reason}"
     if model.config.position == "learned" and isinstance(model.transformer["wpe"].weight, QuantizedWeight):
         return "quantized position embeddings are not supported"
+    return None
+
+
+def unsupported_module(model: GPT) -> str | None:
+    """Why code that replaces the forward pass cannot run a model: an unknown module, or one that was changed."""
+    for name, module in model.named_modules():
+        known = isinstance(module, (nn.ModuleDict, nn.ModuleList)) or type(module) in MODULES
+        if not known or _is_overridden(module):
+            return f"{name} is a {type(module).__name__}, or has hooks"
     return None
 
 

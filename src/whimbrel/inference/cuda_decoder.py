@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError
+from whimbrel.inference.cpu_decoder import unsupported_module
 from whimbrel.inference.paged_cache import BlockPool
 from whimbrel.models import GPT
 from whimbrel.models.gpt import embed
-from whimbrel.models.layers import MLP, Attention, Block, Norm, rope_frequencies
+from whimbrel.models.layers import Norm, rope_frequencies
 from whimbrel.ops.lowbit import BF16_MARGIN
 from whimbrel.precision import QuantizedWeight
 
@@ -30,7 +31,6 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 FORMATS = {"int8": 1, "fp8": 2, "int4": 3}
 NORMS = {"layer": 1, "rms": 2}
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu2")
-MODULES = (GPT, nn.Embedding, nn.Linear, Block, Attention, MLP, Norm)
 MATRICES = ("qkv", "out", "fc", "down", "head")
 BATCH_SIZES = (1, 2, 4, 8)
 """Batch sizes that the kernel can be compiled for."""
@@ -72,7 +72,7 @@ class CudaDecoder:
         limits: GpuLimits | None = None,
         compile_kernel: Callable[[str, str, int], Launch] | None = None,
     ) -> None:
-        self._model, self._batch_size = model, batch_size
+        self._model = model
         self._limits = limits or GpuLimits.of(pool.device)
         config, device, dtype = model.config, pool.device, pool.dtype
         if compile_kernel is None:
@@ -87,24 +87,24 @@ class CudaDecoder:
         def allocate(size: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(batch_size * size, dtype=dtype, device=device)
 
-        heads, kv_heads, head_size = config.num_heads, config.kv_heads, config.head_dim
-        parts = model.transformer
+        heads, kv_heads, head_size, parts = config.num_heads, config.kv_heads, config.head_dim, model.transformer
+        positions = cast(nn.Embedding, parts["wpe"]).weight if "wpe" in parts else None
         # the kernel looks up dense embeddings itself
-        self._embeds = not config.embedding_skip and not isinstance(parts["wte"].weight, QuantizedWeight)
+        tables = model.token_embedding.weight, positions
+        self._embeds = not config.embedding_skip and not any(isinstance(each, QuantizedWeight) for each in tables)
         self._x, self._x0 = allocate(config.embd_size), allocate(config.embd_size)
         self._values = [allocate(kv_heads * head_size) for _ in model.value_embeddings]
         self._logits = allocate(config.vocab_size, torch.float32).view(batch_size, -1)
         self._argmax = allocate(1, torch.int32)
         frequencies = rope_frequencies(config, device).contiguous() if config.position == "rope" else None
-        blocks = self._limits.blocks
-        norm = cast(Norm, parts["ln_f"])
+        blocks, norm = self._limits.blocks, cast(Norm, parts["ln_f"])
         tensors: list[Tensor | None] = [
             *_codes_and_scales(model.lm_head.weight),
             model.lm_head.bias,
             norm.weight,
             norm.bias,
             model.token_embedding.weight if self._embeds else None,
-            cast(nn.Embedding, parts["wpe"]).weight if "wpe" in parts else None,
+            positions if self._embeds else None,
             frequencies,
             self._x,
             self._x0,
@@ -161,7 +161,10 @@ class CudaDecoder:
 
 def create_cuda_decoder(model: GPT, pool: BlockPool, batch_size: int) -> CudaDecoder | None:
     """A decoder for this batch size; None if it does not support the model, or cannot be compiled."""
-    if pool.device.type != "cuda" or batch_size not in BATCH_SIZES or unsupported_reason(model, pool) is not None:
+    if pool.device.type != "cuda" or batch_size not in BATCH_SIZES:
+        return None
+    if (reason := unsupported_reason(model, pool)) is not None:
+        logger.debug("decoding with PyTorch: %s", reason)
         return None
     try:
         return CudaDecoder(model, pool, batch_size)
@@ -225,10 +228,8 @@ def unsupported_reason(model: GPT, pool: BlockPool) -> str | None:
         return f"a quantized KV cache with a head size of {config.head_dim} is not supported"
     if lanes not in (2, 4, 8, 16, 32):
         return f"a head size of {config.head_dim} is not supported"
-    for name, module in model.named_modules():
-        known = isinstance(module, (nn.ModuleDict, nn.ModuleList)) or type(module) in MODULES
-        if not known or module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-            return f"{name} is a {type(module).__name__}, or has hooks"
+    if (reason := unsupported_module(model)) is not None:
+        return reason
     for name, parameter in model.named_parameters():
         if (reason := _unsupported_parameter(parameter, pool.dtype)) is not None:
             return f"{name}: {reason}"

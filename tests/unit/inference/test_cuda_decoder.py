@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.support.cuda_emulator import EMULATED, compile_for_cpu
-from torch import Tensor
+from torch import Tensor, nn
 
 from whimbrel.base.errors import ConfigError
 from whimbrel.inference import Engine, EngineConfig, Request, SamplingParams, cuda_decoder, model_runner
@@ -20,7 +20,7 @@ from whimbrel.inference.paged_cache import BlockPool, PagedBatch
 from whimbrel.models import GPT, GPTConfig, LoraConfig, apply_lora
 from whimbrel.ops import nvrtc
 from whimbrel.ops.compiler import find_compiler
-from whimbrel.precision import WeightFormat, quantize_
+from whimbrel.precision import QuantizedWeight, WeightFormat, quantize_
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BASE: dict[str, Any] = {
@@ -194,6 +194,13 @@ def test_quantized_embeddings(target: Target) -> None:
     assert largest_difference(target, model, STARTS[:2]) < tolerance(FP16, "int8")
 
 
+def test_quantized_positions(target: Target) -> None:
+    model = random_model("gpt2", target.device, FP16)
+    positions = model.transformer["wpe"]
+    positions.weight = nn.Parameter(QuantizedWeight.quantize(positions.weight, "int8"))
+    assert largest_difference(target, model, STARTS[:2]) < tolerance(FP16, "int8")
+
+
 @pytest.mark.parametrize(("codec", "dtype"), [("int8", FP16), ("fp8", BF16), ("int4", FP16)])
 def test_quantized_kv_caches(target: Target, codec: str, dtype: torch.dtype) -> None:
     model = random_model("llama", target.device, dtype)
@@ -278,7 +285,7 @@ def test_models_that_it_cannot_run() -> None:
 
 def generated(model: GPT, requests: int, **settings: Any) -> list[list[int]]:
     """The prompt and tokens of requests of different lengths, so that the batch becomes smaller and smaller."""
-    engine = Engine(model, EngineConfig(max_batch=8, block_size=8, **settings))
+    engine = Engine(model, EngineConfig(max_batch=7, block_size=8, **settings))
     tokens = {}
     for i in range(requests):
         prompt = tuple(range(i, 3 * i + 4))
@@ -308,7 +315,7 @@ def test_the_engine_generates_the_tokens_of_pytorch(
     monkeypatch.setattr(model_runner, "create_cuda_decoder", create)
     model = random_model(shape, "cuda", FP16, weights)
     ours = generated(model, 7)
-    assert sorted(sizes) == [1, 2, 4, 8]
+    assert sorted(sizes) == [1, 2, 4, 8]  # a batch of 7 is padded
     theirs = generated(model, 7, gpu_kernels=False)
     assert [len(ids) for ids in ours] == [len(ids) for ids in theirs]
     for i, ids in enumerate(ours):  # equal up to rounding: each token has the largest logit, or nearly so
